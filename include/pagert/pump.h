@@ -1,0 +1,85 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The pump carries the core's transfers out: it takes them from libpager, gives them to the engines and
+ * reports their completions, on a thread of its own beside the compute. It is the one place where the
+ * core's lock lives: every call below may be made from any thread, and none of them needs the GIL.
+ *
+ * Waits take a time limit and return when it is over, so that the caller can look for Ctrl-C and for its
+ * own deadline, and call again.
+ */
+#ifndef PAGERT_PUMP_H
+#define PAGERT_PUMP_H
+
+#include <stdint.h>
+
+#include "pagert/engine.h"
+#include "pagert/pager.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct pagert_pump pagert_pump;
+
+typedef struct pagert_pump_options {
+    pagert_config config;
+    void *device_arena;    /* frame_count[PAGERT_DEVICE] * page_bytes; the caller's, outlives the pump */
+    void *host_arena;      /* likewise, or NULL without a host tier */
+    pagert_engine memory;  /* FILL and COPY */
+    pagert_engine flash;   /* READ and WRITE; submit is NULL without a flash tier */
+    uint32_t memory_depth; /* requests in flight at each engine at once, at least 1 */
+    uint32_t flash_depth;
+} pagert_pump_options;
+
+int pagert_pump_open(const pagert_pump_options *options, pagert_pump **pump); /* 0, -errno or PAGERT_E_* */
+
+/* Stop the thread after the transfers in flight have come back. No pin may be held. */
+void pagert_pump_close(pagert_pump *pump);
+
+/* As pagert_reserve() and pagert_release(). */
+int pagert_pump_reserve(pagert_pump *pump, uint64_t size_bytes, pagert_region *region);
+int pagert_pump_release(pagert_pump *pump, pagert_region region);
+
+/* Release from a finalizer: takes no lock and allocates nothing. `node` stays valid until the pump frees
+ * it with free(3), at its next locked call. A region that is still held is released after its last unpin. */
+typedef struct pagert_release_node {
+    pagert_region region;
+    struct pagert_release_node *next;
+} pagert_release_node;
+void pagert_pump_release_later(pagert_pump *pump, pagert_release_node *node);
+
+/* Start a pin and wait up to `timeout_ns` for it. 1: ready. 0: still pending, go on with _wait(). Negative:
+ * the pin's failure, nothing is held any more. PAGERT_E_FRAMES comes at once, without waiting. */
+int pagert_pump_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns);
+int pagert_pump_pin_wait(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns);
+int pagert_pump_unpin(pagert_pump *pump, pagert_pin *pin);
+
+/* Start the fetch of a range without waiting or holding. 0 or an error as for a pin. */
+int pagert_pump_prefetch(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes);
+
+/* Wait until a range has left the device, or until every dirty page is written back. 1: done. 0: not yet
+ * after `timeout_ns`, call again. Negative: an error; `failure` (may be NULL) says which transfer. */
+int pagert_pump_evict(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
+                      uint64_t timeout_ns, pagert_failure *failure);
+int pagert_pump_flush(pagert_pump *pump, uint64_t timeout_ns, pagert_failure *failure);
+
+int pagert_pump_locate(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
+                       pagert_residency *residency);
+
+typedef struct pagert_pump_state {
+    pagert_counters counters;
+    pagert_usage usage[PAGERT_TIER_COUNT];
+    uint32_t held_frames;
+    uint32_t in_flight;
+    uint64_t reserved_pages;
+    uint64_t stall_ns;          /* time that callers spent waiting in pin and pin_wait */
+    uint64_t oldest_request_ns; /* age of the oldest request in flight; 0 if none */
+} pagert_pump_state;
+void pagert_pump_get_state(pagert_pump *pump, pagert_pump_state *state);
+void pagert_pump_reset_counters(pagert_pump *pump);
+int pagert_pump_check(pagert_pump *pump); /* pagert_check() under the lock */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

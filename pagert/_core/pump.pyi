@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pump, its regions and its pins: what the tensor layer builds on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+READ: int
+UPDATE: int
+OVERWRITE: int
+
+class Arena:
+    """Page-aligned anonymous memory backed by huge pages where the kernel gives them; a buffer."""
+
+    def __init__(self, size_bytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+class Region:
+    """A range of virtual pages that backs one storage. Released when collected, without a lock."""
+
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def pump(self) -> Pump: ...
+
+class Pin:
+    """Ranges that are held resident until `release()`; idempotent. Also a context manager."""
+
+    @property
+    def device_bytes(self) -> tuple[int, ...]:
+        """Offset in the device arena of each access's first byte, in the order asked for."""
+    def release(self) -> None: ...
+    def __enter__(self) -> Pin: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+class Pump:
+    """The core, its lock, its thread and its arenas. See include/pagert/pump.h.
+
+    Raises pagert's errors: `OutOfFrames` (attributes `needed_bytes`, `unpinned_bytes`,
+    `capacity_bytes`), `TierFull`, `TransferError`, `TransferTimeout`, `PagerClosed`. Waits release the
+    GIL, let Ctrl-C through, warn after `warn_seconds` and raise after `deadline_seconds`.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_bytes: int,
+        page_count: int,
+        device_frames: int,
+        host_frames: int = 0,
+        flash: Any = None,  # an open pagert._core.flash.FlashFile, which the pump then owns
+        policy: str = "lru",
+        transfer_pages_max: int = 16,
+        copy_threads: int = 2,
+        warn_seconds: float = 30.0,
+        deadline_seconds: float = 600.0,
+    ) -> None: ...
+    @property
+    def arena(self) -> Arena: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+    def reserve(self, size_bytes: int) -> Region: ...
+    def pin(self, accesses: Sequence[tuple[Region, int, int, int]]) -> Pin:
+        """Hold (region, offset_bytes, size_bytes, mode) ranges, all at once. Blocks until resident.
+
+        Sizes are > 0. Accesses to one region whose pages meet are merged into one window. A region of
+        another pump raises `ForeignTensor`.
+        """
+    def prefetch(self, region: Region, offset_bytes: int, size_bytes: int) -> None: ...
+    def evict(self, region: Region, offset_bytes: int, size_bytes: int) -> None: ...
+    def flush(self) -> None: ...
+    def locate(self, region: Region, offset_bytes: int, size_bytes: int) -> tuple[int, int, int, int]:
+        """Pages of the range that are zero, on device, on host, on flash (fastest copy)."""
+    def state(self) -> dict[str, Any]: ...
+    def reset_counters(self) -> None: ...
+    def check(self) -> int: ...
+    def close(self) -> None: ...

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exceptions of pagert. Each message gives the value, the limit and the remedy."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigurationError",
+    "ForeignTensor",
+    "OutOfFrames",
+    "PagerClosed",
+    "PagertError",
+    "TierFull",
+    "TransferError",
+    "TransferTimeout",
+    "UnsupportedOperator",
+    "UnsupportedTensor",
+]
+
+
+class PagertError(Exception):
+    """Base of every error that pagert itself raises. Errors of the operating system are `OSError`."""
+
+
+class ConfigurationError(PagertError, ValueError):
+    """A setting is out of range, unknown, or does not fit another one."""
+
+
+class PagerClosed(PagertError):
+    """The pager was closed; its tensors have no bytes any more."""
+
+
+class OutOfFrames(PagertError, MemoryError):
+    """The operands of one operator do not fit the device tier beside what is pinned."""
+
+
+class TierFull(PagertError, MemoryError):
+    """Dirty pages must leave the device, and no lower tier has room for them. Nothing is lost."""
+
+
+class TransferError(PagertError, OSError):
+    """A transfer failed. `errno` and, for flash, `filename` are set. Nothing that was dirty is lost."""
+
+
+class TransferTimeout(PagertError, TimeoutError):
+    """A transfer did not come back before the deadline."""
+
+
+class UnsupportedTensor(PagertError, TypeError):
+    """A tensor that cannot be paged: sparse, quantized, on another device."""
+
+
+class UnsupportedOperator(PagertError, NotImplementedError):
+    """An operator that cannot run on paged tensors without risk of a stale or partial copy."""
+
+
+class ForeignTensor(PagertError, ValueError):
+    """Tensors of two pagers meet in one operator."""
