@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -400,11 +401,16 @@ def _resolve_flash(
         raise ConfigurationError(f"flash_path {folder!r} does not exist; create the folder first")
     if not os.path.isdir(folder):
         raise ConfigurationError(f"flash_path {folder!r} is not a folder; give a folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
+    try:
+        # Making a file is the only sure test: permission bits do not tell about read-only file systems,
+        # nor stop root. The file has no name, so that nothing can be left behind.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
         raise ConfigurationError(
-            f"flash_path {folder!r} cannot be written to; "
+            f"flash_path {folder!r} cannot be written to ({error.strerror}); "
             "give a folder on a writable file system and with permission to create files"
-        )
+        ) from error
     return folder
 
 
