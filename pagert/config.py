@@ -43,7 +43,8 @@ _SIZE_BYTES_MAX = 2**63 - 1  # sizes and file offsets are signed 64-bit numbers 
 _PAGE_BYTES_MIN = 4096
 _PAGE_BYTES_MAX = 2**30
 _PAGE_BYTES_DEFAULT = 256 * 2**10
-# Below this many frames, rounding each operand up to whole pages would take a large part of the budget.
+# Below this many frames, rounding each operand up to whole pages would take a large part of the
+# budget.
 _FRAMES_WANTED = 64
 
 # The core counts pages and frames in 32 bits, and keeps the largest number for 'none'.
@@ -62,9 +63,9 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     Parameters
     ----------
     size : int or str
-        A whole number of bytes, or a number with a unit: B, KiB, MiB, GiB, TiB (powers of 1024) or KB,
-        MB, GB, TB (powers of 1000). Letter case and spaces around the unit do not count. A fraction of a
-        byte is dropped.
+        A whole number of bytes, or a number with a unit: B, KiB, MiB, GiB, TiB (powers of 1024) or
+        KB, MB, GB, TB (powers of 1000). Letter case and spaces around the unit do not count. A
+        fraction of a byte is dropped.
     name : str
         What the size is for; it appears in the message of an error.
 
@@ -200,7 +201,8 @@ class Config:
         device_bytes, host_bytes, flash_bytes : int or str
             Budgets as `parse_bytes` reads them. `host_bytes` of 0 or None: no host tier.
         flash_path : path-like or None
-            A folder that exists and can be written to; goes with `flash_bytes`. None: no flash tier.
+            A folder that exists and can be written to; goes with `flash_bytes`. None: no flash
+            tier.
         page_bytes : int, str or None
             None: 256 KiB, and less where the device budget would hold fewer than 64 such pages.
         policy, flash_depth, direct, io_backend, deadline_seconds, warn_seconds, copy_threads
@@ -209,8 +211,8 @@ class Config:
         Raises
         ------
         ConfigurationError
-            A value is out of range, unknown, or does not fit another one. The message has the value,
-            the limit and the remedy.
+            A value is out of range, unknown, or does not fit another one. The message has the
+            value, the limit and the remedy.
         ConfigurationTypeError
             A value has the wrong type. It is a `ConfigurationError` too.
 
@@ -278,12 +280,12 @@ class Config:
     def page_count(self) -> int:
         """Virtual pages of the address space.
 
-        Written pages need a frame somewhere, so that there are never more of them than frames. What
-        comes on top is free of frames: pages that were never written (the optimizer state before its
-        first step, a gradient about to be made), and the gaps that regions of different sizes leave when
-        they come and go, because a region is contiguous. Four times the frames leaves room for both, and
-        a fixed million pages does so where the budgets are tiny and tensors many. Being generous costs
-        address space only: a virtual page's entry takes memory when it is first used.
+        Every written page lies in a frame, so there are never more of them than frames. What comes
+        on top needs no frame: pages that were never written (optimizer state before the first step,
+        a gradient about to be made), and the gaps that regions of different sizes leave as they come
+        and go, because a region is contiguous. Four times the frames leaves room for both, and a
+        million pages beside them does so where budgets are tiny and tensors many. Being generous
+        costs address space only: a virtual page's entry takes memory when it is first used.
         """
         frames = self.device_frames + self.host_frames + self.flash_frames
         return min(4 * frames + 2**20, _INDEX_MAX)
@@ -301,8 +303,8 @@ def _parse_size_text(text: str, name: str) -> int:
         unit_bytes = _UNITS_BY_LOWER_NAME.get(match[3].lower() or "b")
     if match is None or unit_bytes is None:
         raise ConfigurationError(
-            f"{name} is {text!r}, which is not a size; give bytes, or a number with one of the units "
-            f"{', '.join(_BYTES_PER_UNIT)}, for example '512MiB'"
+            f"{name} is {text!r}, which is not a size; give bytes, or a number with one of the "
+            f"units {', '.join(_BYTES_PER_UNIT)}, for example '512MiB'"
         )
     size_bytes = math.floor(Fraction(match[2]) * unit_bytes)
     return -size_bytes if match[1] == "-" else size_bytes
@@ -402,8 +404,8 @@ def _resolve_flash(
     if not os.path.isdir(folder):
         raise ConfigurationError(f"flash_path {folder!r} is not a folder; give a folder")
     try:
-        # Making a file is the only sure test: permission bits do not tell about read-only file systems,
-        # nor stop root. The file has no name, so that nothing can be left behind.
+        # Making a file is the only sure test: permission bits neither tell of a read-only file
+        # system nor stop root. The file has no name, so that nothing can be left behind.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

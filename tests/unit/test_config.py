@@ -57,7 +57,7 @@ def test_sizes_are_read_with_binary_and_decimal_units(text, size_bytes):
         "inf",
         "1 M",
         "1_000",
-        "１GiB",
+        "\uff11GiB",
     ],
 )
 def test_text_that_is_no_size_is_refused_with_the_units_that_are(text):
@@ -206,7 +206,7 @@ def test_bad_budgets_below_the_device_are_refused_by_name(tmp_path, name, size):
 
 
 def test_a_pager_without_a_tier_below_the_device_is_refused():
-    with pytest.raises(ConfigurationError, match="host_bytes.*flash_path"):
+    with pytest.raises(ConfigurationError, match=r"host_bytes.*flash_path"):
         Config.resolve(device_bytes="64MiB")
 
 
