@@ -57,7 +57,7 @@ def clean_python(wheel, tmp_path_factory):
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel)
-    # The dependencies are this Python's. Of a folder that a .pth file adds, no .pth file is read: so
+    # The dependencies are this Python's. Of a folder that a .pth file adds no .pth file is read: so
     # an editable pagert stays out.
     packages = pathlib.Path(
         run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
