@@ -5,6 +5,7 @@ from __future__ import annotations
 
 __all__ = [
     "ConfigurationError",
+    "ConfigurationTypeError",
     "ForeignTensor",
     "OutOfFrames",
     "PagerClosed",
@@ -23,6 +24,10 @@ class PagertError(Exception):
 
 class ConfigurationError(PagertError, ValueError):
     """A setting is out of range, unknown, or does not fit another one."""
+
+
+class ConfigurationTypeError(ConfigurationError, TypeError):
+    """A setting has the wrong type."""
 
 
 class PagerClosed(PagertError):
