@@ -281,8 +281,8 @@ class Config:
         """Virtual pages of the address space.
 
         Every written page lies in a frame, so there are never more of them than frames. What comes
-        on top needs no frame: pages that were never written (optimizer state before the first step,
-        a gradient about to be made), and the gaps that regions of different sizes leave as they come
+        on top needs no frame: pages that were never written (optimizer state before its first step,
+        a gradient about to be made), and the gaps that regions of unequal sizes leave as they come
         and go, because a region is contiguous. Four times the frames leaves room for both, and a
         million pages beside them does so where budgets are tiny and tensors many. Being generous
         costs address space only: a virtual page's entry takes memory when it is first used.

@@ -19,7 +19,7 @@ __all__ = [
 
 
 class PagertError(Exception):
-    """Base of every error that pagert itself raises. Errors of the operating system are `OSError`."""
+    """Base of all errors that pagert itself raises. Those of the operating system are `OSError`."""
 
 
 class ConfigurationError(PagertError, ValueError):
@@ -43,7 +43,7 @@ class TierFull(PagertError, MemoryError):
 
 
 class TransferError(PagertError, OSError):
-    """A transfer failed. `errno` and, for flash, `filename` are set. Nothing that was dirty is lost."""
+    """A transfer failed. `errno` and, for flash, `filename` are set. Nothing dirty is lost."""
 
 
 class TransferTimeout(PagertError, TimeoutError):
