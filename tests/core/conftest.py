@@ -7,9 +7,14 @@ PAGERT_TEST_SEED replaces the seeds of the random walks by one, to repeat a run 
 from __future__ import annotations
 
 import os
+import pathlib
+import sys
 
 import pytest
 from hypothesis import HealthCheck, Verbosity, settings
+
+# The tests of this folder share modules; pytest's importlib mode leaves it off the path.
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 _COMMON = {
     "deadline": None,
