@@ -72,6 +72,8 @@ cdef extern from "pagert/pager.h" nogil:
         uint32_t first_page
         uint32_t page_count
         uint64_t device_bytes
+        uint32_t span_first
+        uint32_t span_count
 
     ctypedef struct pagert_failure:
         uint32_t page
@@ -96,8 +98,11 @@ cdef extern from "pagert/pager.h" nogil:
 
     int pagert_unpin(pagert_pager *pager, pagert_pin *pin)
 
+    int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
+                        uint64_t size_bytes)
+
     int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
-                         uint64_t size_bytes)
+                         uint64_t size_bytes, pagert_failure *failure)
 
     int64_t pagert_flush(pagert_pager *pager, pagert_failure *failure)
 

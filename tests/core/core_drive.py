@@ -27,6 +27,7 @@ def settle(world: World) -> None:
             world.claim(budget > 0, "transfers without end")
         while world.flights:
             world.finish(world.flights[0])
+            progress = True
         for pin in world.pending:
             world.poll(pin)
             progress |= pin.granted
@@ -182,6 +183,10 @@ class Steps:
         if access := self.access(pick, first, count, c.READ, ragged):
             self.world.locate(access)
 
+    def prefetch(self, pick: int, first: int, count: int, ragged: int) -> None:
+        if access := self.access(pick, first, count, c.READ, ragged):
+            self.world.prefetch(access)
+
     def flush(self) -> None:
         self.world.flush()
 
@@ -213,6 +218,7 @@ WEIGHTS = {
     "evict": 2,
     "locate": 1,
     "flush": 1,
+    "prefetch": 1,
     "take": 16,
     "finish": 14,
     "settle": 1,
@@ -237,7 +243,7 @@ def random_step(steps: Steps, rng: random.Random, failing: float, pins_max: int)
         getattr(steps, name)(number(), number())
     elif name in ("release", "poll", "unpin"):
         getattr(steps, name)(number())
-    elif name in ("evict", "locate"):
+    elif name in ("evict", "locate", "prefetch"):
         getattr(steps, name)(number(), number(), number(), ragged)
     elif name == "take":
         steps.take(rng.randrange(0x140))

@@ -185,10 +185,10 @@ class World(Truth):
             left = self.core.evict(access.region.handle, access.offset_bytes, access.size_bytes)
         except c.CoreError as error:
             self.note(f"{call}  # {error}")
-            if error.code == c.E_FULL:
-                self.claim(self.full_is_justified(), "the lower tiers have room, but", error)
+            if error.code == c.E_STATE:
+                self.claim(held, "evict", error)
             else:
-                self.claim(error.code == c.E_STATE and held, "evict", error)
+                self.check_pin_failure(error)
             return None
         self.note(f"{call}  # {left}")
         self.claim(not surely, "evict took held pages", surely)
@@ -199,15 +199,29 @@ class World(Truth):
                 self.claim(info.frame[c.DEVICE] == c.NONE, "page", page, "was evicted but", info)
         return left
 
+    def prefetch(self, access: Access) -> None:
+        call = f"core.prefetch({access.region.name}, {access.offset_bytes}, {access.size_bytes})"
+        try:
+            fits = self.core.prefetch(
+                access.region.handle, access.offset_bytes, access.size_bytes
+            )
+        except c.CoreError as error:
+            self.note(f"{call}  # {error}")
+            if error.code == c.E_FULL:
+                self.claim(self.full_is_justified(), "the lower tiers have room, but", error)
+            else:
+                self.claim(error.code == c.E_FRAMES, "prefetch", error)
+            return
+        self.note(f"{call}  # {fits}")
+        self.lingering |= set(access.pages)
+        self.prefetched_pages += len(access.pages)
+
     def flush(self) -> int | None:
         try:
             left = self.core.flush()
         except c.CoreError as error:
             self.note(f"core.flush()  # {error}")
-            if error.code == c.E_FULL:
-                self.claim(self.full_is_justified(), "the lower tiers have room, but", error)
-            else:
-                self.check_pin_failure(error)
+            self.check_pin_failure(error)
             return None
         self.note(f"core.flush()  # {left}")
         dirty = [page for page in self.truth if self.core.page(page).dirty]
@@ -300,6 +314,7 @@ class World(Truth):
         self.moves = [0] * c.LINK_COUNT
         self.failed_moves = 0
         self.granted_pages = 0
+        self.prefetched_pages = 0
         self.started_pages = sum(len(pin.uses) for pin in self.pending)
         for pin in self.pins:
             pin.counted = False

@@ -40,14 +40,26 @@ def symbols(archive: pathlib.Path, *options: str) -> set[tuple[str, str]]:
     return {(words[1], words[0]) for words in fields if len(words) >= 2}
 
 
+def visible(archive: pathlib.Path) -> set[str]:
+    """Names that a shared library made of the archive would export."""
+    listing = subprocess.run(
+        ["readelf", "--syms", "--wide", archive], capture_output=True, text=True, check=True
+    ).stdout
+    fields = (line.split() for line in listing.splitlines())
+    return {
+        words[7]
+        for words in fields
+        if len(words) == 8 and words[4:6] == ["GLOBAL", "DEFAULT"] and words[6] != "UND"
+    }
+
+
 def check_archive(archive: pathlib.Path) -> None:
     everything = symbols(archive)
     defined = {name for kind, name in everything if kind not in "Uw"}
     undefined = {name for kind, name in everything if kind in "Uw"} - defined
     foreign = {name for name in undefined - ALLOWED - COMPILER if not name.startswith(SANITIZERS)}
     assert not foreign, f"{archive} needs {sorted(foreign)}"
-    exported = {name for kind, name in everything if kind in "TDBRC"}
-    strangers = {name for name in exported if not name.startswith(("pagert_", "__asan"))}
+    strangers = {name for name in visible(archive) if not name.startswith(("pagert_", "__asan"))}
     assert not strangers, f"{archive} exports {sorted(strangers)}"
     writable = {name for kind, name in everything if kind in "dDbBC" and "san" not in name}
     assert not writable, f"{archive} has globals {sorted(writable)}"
@@ -60,8 +72,8 @@ def compile_archive(folder: pathlib.Path, *options: str) -> pathlib.Path:
     for source in sources:
         target = folder / f"{source.stem}.o"
         subprocess.run(
-            [*compiler, "-std=c11", "-fPIC", *options, "-I", HEADERS, "-I", SOURCES, "-c", source]
-            + ["-o", target],
+            [*compiler, "-std=c11", "-fPIC", "-fvisibility=hidden", *options, "-I", HEADERS]
+            + ["-c", source, "-o", target],
             check=True,
         )
         objects.append(target)

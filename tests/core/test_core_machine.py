@@ -74,6 +74,11 @@ class CoreMachine(RuleBasedStateMachine):
         self.steps.locate(pick, first, count, ragged)
 
     @precondition(lambda self: self.world.regions)
+    @rule(pick=number, first=number, count=number, ragged=st.integers(0, 3))
+    def prefetch(self, pick: int, first: int, count: int, ragged: int) -> None:
+        self.steps.prefetch(pick, first, count, ragged)
+
+    @precondition(lambda self: self.world.regions)
     @rule()
     def flush(self) -> None:
         self.steps.flush()
