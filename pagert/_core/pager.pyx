@@ -261,7 +261,16 @@ cdef class Core:
 
     def evict(self, region, offset_bytes, size_bytes):
         """Start eviction of a range; how many of its pages are still on the device."""
-        return check(pagert_evict(self._pager, _region(region), offset_bytes, size_bytes))
+        cdef pagert_failure failure
+        memset(&failure, 0, sizeof(failure))
+        cdef int64_t code = pagert_evict(self._pager, _region(region), offset_bytes, size_bytes, &failure)
+        if code == PAGERT_E_TRANSFER or code == PAGERT_E_FULL:
+            raise CoreError(code, Failure(failure.page, failure.link, failure.result))
+        return check(code)
+
+    def prefetch(self, region, offset_bytes, size_bytes):
+        """Start the fetch of a range without holding it; whether there was room."""
+        return bool(check(pagert_prefetch(self._pager, _region(region), offset_bytes, size_bytes)))
 
     def flush(self):
         """Start writeback of dirty unheld pages; how many there still are."""

@@ -171,7 +171,7 @@ cdef class Pump:
                   double deadline_seconds=600.0):
         cdef pagert_pump_options options
         cdef int code
-        memset(&options, 0, sizeof options)
+        memset(&options, 0, sizeof(options))
         if policy != "lru":
             raise ConfigurationError(f"policy is {policy!r}; allowed: 'lru'")
         self.page_bytes = page_bytes
