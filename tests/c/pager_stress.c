@@ -213,12 +213,23 @@ static void reserve(driver *d)
     d->region_count++;
 }
 
+static uint32_t ready_holds(const driver *d, uint32_t region)
+{
+    uint32_t holds = 0;
+    for (uint32_t p = 0; p < PINS_MAX; p++)
+        for (uint32_t a = 0; d->pins[p].ready && a < d->pins[p].pin.access_count; a++)
+            holds += d->pins[p].regions[a] == region;
+    return holds;
+}
+
 static void release(driver *d)
 {
     if (d->region_count == 0)
         return;
     uint32_t index = random_below(d, d->region_count);
     live_region r = d->regions[index];
+    if (r.hold_count > ready_holds(d, index))
+        return; /* a pending pin may hold it or not */
     int code = pagert_release(d->pager, r.region);
     if (r.hold_count > 0) {
         REQUIRE(d, code == PAGERT_E_STATE);
@@ -298,6 +309,14 @@ static void unpin(driver *d, live_pin *p)
     p->started = p->ready = 0;
 }
 
+static uint32_t held_pins(const driver *d)
+{
+    uint32_t count = 0;
+    for (uint32_t p = 0; p < PINS_MAX; p++)
+        count += d->pins[p].started != 0;
+    return count;
+}
+
 static void poll_pin(driver *d, live_pin *p)
 {
     if (!p->started || p->ready)
@@ -307,8 +326,9 @@ static void poll_pin(driver *d, live_pin *p)
         p->ready = 1;
         use_pin(d, p, 1);
     } else if (code < 0) {
-        REQUIRE(d, code == PAGERT_E_TRANSFER || code == PAGERT_E_FULL);
+        REQUIRE(d, code == PAGERT_E_TRANSFER || code == PAGERT_E_FULL || code == PAGERT_E_FRAMES);
         REQUIRE(d, code != PAGERT_E_TRANSFER || d->failure_percent > 0);
+        REQUIRE(d, code != PAGERT_E_FRAMES || held_pins(d) > 1);
         unpin(d, p);
     } else {
         REQUIRE(d, code == 0);
@@ -324,14 +344,6 @@ static void random_range(driver *d, const live_region *r, uint64_t *offset_bytes
     }
     *offset_bytes = random_bits(d) % r->size_bytes;
     *size_bytes = 1 + random_bits(d) % (r->size_bytes - *offset_bytes);
-}
-
-static uint32_t held_pins(const driver *d)
-{
-    uint32_t count = 0;
-    for (uint32_t p = 0; p < PINS_MAX; p++)
-        count += d->pins[p].started != 0;
-    return count;
 }
 
 static void pin(driver *d)
@@ -393,8 +405,10 @@ static void range_call(driver *d)
         sum += residency.pages[tier];
     REQUIRE(d, sum == last - first + 1);
     if (chance(d, 50)) {
-        int64_t left = pagert_evict(d->pager, r->region, offset_bytes, size_bytes);
-        REQUIRE(d, left >= 0 || left == PAGERT_E_STATE || left == PAGERT_E_FULL);
+        pagert_failure failure;
+        int64_t left = pagert_evict(d->pager, r->region, offset_bytes, size_bytes, &failure);
+        REQUIRE(d, left >= 0 || left == PAGERT_E_STATE || left == PAGERT_E_FULL ||
+                       (left == PAGERT_E_TRANSFER && d->failure_percent > 0));
         REQUIRE(d, left != PAGERT_E_STATE || r->hold_count > 0);
     } else if (chance(d, 10)) {
         pagert_failure failure;
@@ -449,14 +463,17 @@ static void require_progress(driver *d)
 {
     for (uint32_t attempt = 0; attempt < 1000; attempt++) {
         settle(d, d->failure_percent);
-        uint32_t pending = 0;
+        uint32_t pending = 0, ended = 0;
         for (uint32_t p = 0; p < PINS_MAX; p++) {
+            uint32_t waited = d->pins[p].started && !d->pins[p].ready;
             poll_pin(d, &d->pins[p]);
-            pending += d->pins[p].started && !d->pins[p].ready;
+            uint32_t waits = d->pins[p].started && !d->pins[p].ready;
+            pending += waits;
+            ended += waited && !waits;
         }
         if (pending == 0)
             return;
-        if (!start_transfer(d, all_links))
+        if (!start_transfer(d, all_links) && ended == 0)
             break;
     }
     fail(d, "a pin waits and nothing is in flight", __LINE__);
