@@ -20,9 +20,13 @@ class HugeMemory:
     """Anonymous memory at a 2 MiB boundary, in huge pages where the kernel gives them, faulted in."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._map = mmap.mmap(-1, size_bytes + HUGE_PAGE)
+        # Private: shared anonymous memory is a file in RAM, with rules of its own for huge pages.
+        self._map = mmap.mmap(
+            -1, size_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         first = ctypes.c_char.from_buffer(self._map)
-        offset = -ctypes.addressof(first) % HUGE_PAGE
+        self._address = ctypes.addressof(first)
+        offset = -self._address % HUGE_PAGE
         del first
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -31,6 +35,18 @@ class HugeMemory:
         pattern = os.urandom(1 << 20)
         for at in range(0, size_bytes, len(pattern)):
             self.view[at : at + len(pattern)] = pattern[: size_bytes - at]
+
+    def huge_fraction(self) -> float:
+        """How much of it the kernel really backs with huge pages."""
+        inside = False
+        for line in _read("/proc/self/smaps", "").splitlines():
+            bounds = line.split(" ", 1)[0].split("-")
+            if len(bounds) == 2:
+                start, end = (int(bound, 16) for bound in bounds)
+                inside = start <= self._address < end
+            elif inside and line.startswith("AnonHugePages:"):
+                return min(1.0, int(line.split()[1]) * 1024 / len(self.view))
+        return 0.0
 
     def pieces(self, piece_bytes: int, total_bytes: int) -> list[tuple[int, memoryview]]:
         """(offset in the file, memory) for a walk over total_bytes, going round in this memory."""

@@ -252,14 +252,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if chosen.rounds:
         sizes.rounds = chosen.rounds
 
+    memory = HugeMemory(sizes.memory_bytes)
     facts = machine_facts(chosen.folder)
+    facts["arena"] = f"{sizes.memory_bytes // MIB} MiB, {memory.huge_fraction():.0%} in huge pages"
     facts["crc32c"] = (
         f"{checksum_speed():.1f} GB/s, {'hardware' if crc32c_is_hardware() else 'portable'}"
     )
     for key, value in facts.items():
         print(f"{key:>16}: {value}")
 
-    memory = HugeMemory(sizes.memory_bytes)
     folder = chosen.folder
     contenders: list[Contender] = [
         Engine("engine, defaults", folder, sizes, memory),
