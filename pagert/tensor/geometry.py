@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+from pagert.config import format_bytes
 
 
 def extent(size: Sequence[int], stride: Sequence[int]) -> int:
@@ -55,14 +55,6 @@ def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
     for axis in range(len(size) - 2, -1, -1):
         stride[axis] = stride[axis + 1] * max(size[axis + 1], 1)
     return tuple(stride)
-
-
-def format_bytes(count: int) -> str:
-    """Write a byte count for a message."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.4g} {name}"
-    return f"{count} B"
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagert._core.pump import OVERWRITE, READ, UPDATE
+from pagert.config import format_bytes
 from pagert.errors import ForeignTensor, OutOfFrames, UnsupportedOperator
 
-from .geometry import byte_range, describe, fills_range, format_bytes
+from .geometry import byte_range, describe, fills_range
 
 if TYPE_CHECKING:
     from pagert._core.pump import Pin

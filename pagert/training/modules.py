@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pagert.config import format_bytes
 from pagert.errors import ForeignTensor, PagertError
 from pagert.tensor import gradients
 from pagert.tensor.copying import copy, load
-from pagert.tensor.geometry import byte_range, describe, format_bytes
+from pagert.tensor.geometry import byte_range, describe
 from pagert.tensor.paged_tensor import PagedTensor, check_wrappable
 from pagert.tensor.persistence import user_attributes
 
