@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `pagert`: one subcommand for each module that `_SUBCOMMANDS` names.
+
+A subcommand's module has `SUMMARY`, `add_arguments(parser)` and `run(options) -> int`, and imports what it
+works with inside `run`, so that `pagert --help` and a misspelt option answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_SUBCOMMANDS = {
+    "finetune": "pagert.cli.finetune",
+}
+
+EXIT_BAD_INPUT = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit status.
+
+    Parameters
+    ----------
+    arguments
+        The words after the program's name; `None`: those of this process.
+
+    Returns
+    -------
+    int
+        0 on success; 2 for bad input, with one line on standard error; 130 after Ctrl-C.
+    """
+    parser = argparse.ArgumentParser(
+        prog="pagert", description="Work on tensors that do not fit the device's memory."
+    )
+    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
+    for name, module_name in _SUBCOMMANDS.items():
+        module = importlib.import_module(module_name)
+        subparser = subparsers.add_parser(name, help=module.SUMMARY, description=module.SUMMARY)
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    options = parser.parse_args(arguments)
+
+    from pagert.errors import PagertError
+
+    try:
+        return int(options.run(options))
+    except (PagertError, OSError) as error:
+        print(
+            f"pagert {options.subcommand}: {type(error).__name__}: {_one_line(error)}",
+            file=sys.stderr,
+        )
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"pagert {options.subcommand}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
