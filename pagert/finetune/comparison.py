@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the same steps unpaged, in a process of its own, and compare every loss and every weight bit by bit."""
+"""Run the same steps unpaged in a process of its own; compare every loss and weight bit by bit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pagert.finetune.errors import UnpagedRunFailed
+from pagert.finetune.memory import offer_to_kernel_first
 from pagert.finetune.settings import Settings
 
 __all__ = ["command_line", "compare_reports", "comparison_lines", "run_unpaged"]
@@ -50,6 +51,7 @@ def run_unpaged(settings: Settings, device: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "pagert", "finetune", *command_line(unpaged)]
         process = subprocess.Popen(command)
         try:
+            offer_to_kernel_first(process.pid)
             status = process.wait()
         except BaseException:
             process.terminate()
@@ -69,8 +71,8 @@ def compare_reports(paged: dict[str, Any], unpaged: dict[str, Any]) -> dict[str,
     Returns
     -------
     dict
-        `bitwise_equal`; `different_losses` and `different_weights`, by name; how many of each were compared;
-        `step_time_ratio` and `peak_rss_ratio`, paged by unpaged.
+        `bitwise_equal`; `different_losses` and `different_weights`, by name; how many of each were
+        compared; `step_time_ratio` and `peak_rss_ratio`, paged by unpaged.
     """
     losses = _differing(paged["losses_bits"], unpaged["losses_bits"])
     weights = _differing(paged["weights"], unpaged["weights"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with a fine-tuning job. Each message gives the value, the limit and the remedy."""
+"""What can be wrong with a job. Each message gives the value, the limit and the remedy."""
 
 from __future__ import annotations
 

@@ -27,5 +27,6 @@ def load(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingPackage(
-            f"fine-tuning needs the package {error.name or name}, which is not installed; run: pip install 'pagert[demo]'"
+            f"fine-tuning needs the package {error.name or name}, which is not installed; run: "
+            "pip install 'pagert[demo]'"
         ) from error

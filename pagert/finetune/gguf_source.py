@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in a GGUF file: configuration and tokenizer from the metadata, tensors de-quantised one by one.
+"""A model in a GGUF file: configuration and tokenizer from metadata, tensors one by one.
 
 Formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -92,7 +92,8 @@ class GgufSource:
                 result[first : first + step] = part
         except NotImplementedError as error:
             raise UnsupportedModel(
-                f"--model {self.path}: {stored} is stored as {tensor.tensor_type.name}, which gguf cannot de-quantise; "
+                f"--model {self.path}: {stored} is stored as {tensor.tensor_type.name}, which "
+                "gguf cannot de-quantise; "
                 "convert the model to Q8_0, F16 or F32"
             ) from error
         _forget_mapped_pages(self._reader.data)
@@ -105,7 +106,8 @@ class GgufSource:
     def _check_supported(self) -> None:
         if self._architecture not in _CONFIGS:
             raise UnsupportedModel(
-                f"--model {self.path}: architecture {self._architecture!r}; from GGUF these are supported: "
+                f"--model {self.path}: architecture {self._architecture!r}; from GGUF these are "
+                "supported: "
                 f"{', '.join(sorted(_CONFIGS))}; give other models as a Hugging Face folder"
             )
         reason = None
@@ -151,7 +153,8 @@ class GgufSource:
         value = self._value(f"{self._architecture}.{key}")
         if not isinstance(value, int) or value < 1:
             raise UnsupportedModel(
-                f"--model {self.path}: {self._architecture}.{key} is {value!r}, not one number of at least 1"
+                f"--model {self.path}: {self._architecture}.{key} is {value!r}, not one number "
+                "of at least 1"
             )
         return value
 
@@ -213,7 +216,7 @@ _CONFIGS: dict[str, Callable[[GgufSource], Any]] = {
 
 
 def _unpermuted(rows: numpy.ndarray, head_count: int) -> numpy.ndarray:
-    """Undo GGUF's order of a Llama head's rows: pairs side by side there, halves one after the other here."""
+    """Undo GGUF's order of a Llama head's rows: pairs side by side there, two halves here."""
     pairs = rows.reshape(head_count, rows.shape[0] // head_count // 2, 2, *rows.shape[1:])
     return numpy.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 

@@ -22,7 +22,7 @@ from pagert.finetune.saving import check_target, save_model
 from pagert.finetune.settings import Settings, parse_size
 from pagert.finetune.source import ModelSource, open_source
 from pagert.finetune.text import Windows, tokenise
-from pagert.finetune.training import evaluate, make_optimizer, make_repeatable, train
+from pagert.finetune.training import evaluate, make_optimizer, repeatable, train
 from pagert.finetune.view import View
 from pagert.finetune.weights import digests
 
@@ -38,7 +38,8 @@ def run_job(settings: Settings) -> int:
     Returns
     -------
     int
-        0; 1 where a comparison did not find every bit equal; 130 after Ctrl-C, with the report so far.
+        0; 1 where a comparison did not find every bit equal; 130 after Ctrl-C, with the report so
+        far.
 
     Raises
     ------
@@ -47,13 +48,10 @@ def run_job(settings: Settings) -> int:
     """
     _check(settings)
     memory.keep_heap_small()
-    if settings.unpaged:
-        memory.raise_kill_priority()
-    make_repeatable(settings.seed)
     report = Report(paged=not settings.unpaged, planned_steps=settings.steps)
     title = f"{'unpaged' if settings.unpaged else 'paged'} fine-tuning of {settings.model}"
     status = 0
-    with View(title, settings.steps, plain=settings.plain) as view:
+    with repeatable(settings.seed), View(title, settings.steps, plain=settings.plain) as view:
         try:
             _train(settings, report, view)
             report.ended = "finished"
@@ -131,7 +129,8 @@ def _prepare(settings: Settings, source: ModelSource, view: View) -> tuple[Windo
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and settings.seq > positions:
         raise SequenceTooLong(
-            f"--seq {settings.seq}: the model has {positions} positions; give at most --seq {positions}"
+            f"--seq {settings.seq}: the model has {positions} positions; give at most --seq "
+            f"{positions}"
         )
     model = build_empty(config)
     view.phase("reading the text")

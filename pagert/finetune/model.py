@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build a model on the meta device and fill it tensor by tensor, so that it is never whole outside the pages."""
+"""Build a model empty and fill it tensor by tensor: it is never whole outside the pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["build_empty", "fill", "stored_tensors"]
 _PAGED_BYTES_MIN = 64 * 1024
 
 
-def build_empty(config: Any) -> nn.Module:
+def build_empty(config: Any) -> Any:
     """Make the model of a configuration without weights: parameters on the meta device, float32.
 
     Raises
@@ -70,7 +70,8 @@ def fill(model: nn.Module, source: ModelSource, device: torch.device, pager: Any
         empty = expected[all_names[0]]
         if tensor.shape != empty.shape:
             raise BadModel(
-                f"{source.path}: {name} has shape {tuple(tensor.shape)}, the configuration asks for {tuple(empty.shape)}; "
+                f"{source.path}: {name} has shape {tuple(tensor.shape)}, the configuration asks "
+                f"for {tuple(empty.shape)}; "
                 "model and configuration do not belong together"
             )
         _place(model, all_names, empty, as_trained(tensor), device, pager)
@@ -78,7 +79,8 @@ def fill(model: nn.Module, source: ModelSource, device: torch.device, pager: Any
     if missing:
         first = ", ".join(sorted(missing)[:3])
         raise BadModel(
-            f"{source.path}: {len(missing)} of {len(expected)} tensors are not in the file under the names that "
+            f"{source.path}: {len(missing)} of {len(expected)} tensors are not in the file under "
+            "the names that "
             f"{type(model).__name__} has for them: {first}{', ...' if len(missing) > 3 else ''}; "
             "save the model with save_pretrained of a current transformers"
         )
@@ -116,10 +118,11 @@ def _place(
             module._buffers[attribute] = placed
 
 
-def _compute_buffers(model: nn.Module, device: torch.device) -> None:
-    """Compute what no file holds, such as rotary frequencies, the way the model's own class does."""
+def _compute_buffers(model: Any, device: torch.device) -> None:
+    """Compute what no file holds, such as rotary frequencies, as the model's own class does."""
     for _, tensor in stored_tensors(model):
-        tensor._is_hf_initialized = True  # transformers' mark of a tensor that is to be left alone
+        # transformers' mark of a tensor that is to be left alone
+        setattr(tensor, "_is_hf_initialized", True)  # noqa: B010 (tensors declare no such name)
     for name, module in model.named_modules():
         loose = [
             key for key, value in module._buffers.items() if value is not None and value.is_meta
@@ -136,13 +139,15 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
                 and value.numel()
             ):
                 raise UnsupportedModel(
-                    f"{type(module).__name__} {name}: transformers does not say how its buffer {key} is computed"
+                    f"{type(module).__name__} {name}: transformers does not say how its buffer "
+                    f"{key} is computed"
                 )
             module._buffers[key] = value.to(device)
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 raise UnsupportedModel(
-                    f"{type(module).__name__} {name}: its tensor {key} is neither a parameter nor a buffer, so it stays empty"
+                    f"{type(module).__name__} {name}: its tensor {key} is neither a parameter "
+                    "nor a buffer, so it stays empty"
                 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model and the text of the demo: files inside installed packages, found without importing these."""
+"""The demo's model and text: files inside installed packages, found without importing these."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def resolve(word: str, packaged: dict[str, tuple[str, str, str]]) -> Path:
     )
     if path is None or not path.is_file():
         raise MissingPackage(
-            f"{word!r} is {file_name} of the package {package}, which is not installed; run: {remedy}"
+            f"{word!r} is {file_name} of the package {package}, which is not installed; run: "
+            f"{remedy}"
         )
     return path

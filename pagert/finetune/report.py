@@ -25,7 +25,7 @@ def format_bytes(count: float) -> str:
 
 
 def loss_bits(loss: float | None) -> str | None:
-    """Bits of a loss in hexadecimal: unlike decimals and comparisons they tell NaNs and zeros apart."""
+    """Give the bits of a loss in hexadecimal, which tell NaNs and zeros apart."""
     return None if loss is None else struct.pack(">d", loss).hex()
 
 
@@ -63,7 +63,7 @@ class MovedBytes:
         return cls(**{name: getattr(stats, name) for name in cls.__dataclass_fields__})
 
     def since(self, earlier: MovedBytes) -> MovedBytes:
-        """What was moved after `earlier`."""
+        """Subtract what was moved up to `earlier`."""
         return MovedBytes(
             **{
                 name: getattr(self, name) - getattr(earlier, name)
@@ -107,9 +107,10 @@ class Report:
 
     def losses(self) -> dict[str, str | None]:
         """Bits of every loss, by what it is the loss of."""
-        named = {f"step {number}": step.loss for number, step in enumerate(self.steps, start=1)}
-        named |= {"held out before": self.held_out_before, "held out after": self.held_out_after}
-        return {name: loss_bits(loss) for name, loss in named.items()}
+        bits = {f"step {n}": loss_bits(step.loss) for n, step in enumerate(self.steps, start=1)}
+        bits["held out before"] = loss_bits(self.held_out_before)
+        bits["held out after"] = loss_bits(self.held_out_after)
+        return bits
 
     def take_stats(self, stats: Any) -> None:
         """Note what `pager.stats()` says now."""
@@ -129,16 +130,20 @@ class Report:
     def lines(self) -> Iterator[str]:
         """Yield the report for people."""
         kind = "paged" if self.paged else "unpaged"
-        yield f"{kind} run {self.ended}: {len(self.steps)} of {self.planned_steps} steps, {self.model} on {self.device}"
+        steps = f"{len(self.steps)} of {self.planned_steps} steps"
+        yield f"{kind} run {self.ended}: {steps}, {self.model} on {self.device}"
         if self.held_out_before is not None:
             after = "not reached" if self.held_out_after is None else f"{self.held_out_after:.4f}"
             yield f"  held-out loss   {self.held_out_before:.4f} before, {after} after"
         if self.steps:
-            yield f"  training loss   {self.steps[0].loss:.4f} first step, {self.steps[-1].loss:.4f} last step"
-            yield f"  step time       {self.median_step_seconds:.2f} s median, {self.tokens_per_second:.1f} tokens/s"
+            first, last = self.steps[0].loss, self.steps[-1].loss
+            yield f"  training loss   {first:.4f} first step, {last:.4f} last step"
+            speed = f"{self.tokens_per_second:.1f} tokens/s"
+            yield f"  step time       {self.median_step_seconds:.2f} s median, {speed}"
         for name, tier in self.tiers.items():
             if tier is not None:
-                yield f"  {name + ' tier':<14}  peak {format_bytes(tier.peak_bytes)} of {format_bytes(tier.capacity_bytes)}"
+                peak, capacity = format_bytes(tier.peak_bytes), format_bytes(tier.capacity_bytes)
+                yield f"  {name + ' tier':<14}  peak {peak} of {capacity}"
         if self.moved is not None:
             yield from self._moved_lines(self.moved)
         yield f"  peak RSS        {format_bytes(self.peak_rss_bytes)}"
@@ -173,7 +178,7 @@ class Report:
         )
 
     def as_json(self, settings: dict[str, Any]) -> str:
-        """Write everything for programs. Losses that are not finite are null; `losses_bits` has all of them."""
+        """Write everything for programs. Losses that are not finite are null; see `losses_bits`."""
         document = {
             "format": 1,
             "settings": settings,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a tuned model as a Hugging Face folder: one tensor in memory at a time, whole or not at all.
+"""Write a tuned model as a Hugging Face folder, one tensor at a time, whole or not at all.
 
-The folder is written beside its target under another name, forced to the disk and then renamed, so that at every
-moment the target is either the finished model or what it was before. The tensors' file is safetensors: the
-length of the header (8 bytes, little-endian), the header (JSON), the bytes
+The folder is written beside its target under another name, forced to the disk and then renamed, so
+that at every moment the target is either the finished model or what it was before. The tensors'
+file is safetensors: the length of the header (8 bytes, little-endian), the header (JSON), the bytes
 (https://huggingface.co/docs/safetensors/en/index#format).
 """
 
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from pagert.finetune.errors import OutputExists
 from pagert.finetune.model import stored_tensors
@@ -65,15 +64,17 @@ def check_target(target: Path, weights_bytes: int = 0) -> None:
     free_bytes = shutil.disk_usage(parent).free
     if weights_bytes and free_bytes < weights_bytes + _SPARE_BYTES:
         raise OSError(
-            f"--out {target}: the model takes {weights_bytes + _SPARE_BYTES} bytes, {free_bytes} are free; "
+            f"--out {target}: the model takes {weights_bytes + _SPARE_BYTES} bytes, {free_bytes} "
+            "are free; "
             "free some space, or name a folder on another disk"
         )
 
 
-def save_model(model: nn.Module, tokenizer: Any, target: Path) -> None:
-    """Write model, configuration and tokenizer to `target`, which then loads with plain transformers.
+def save_model(model: Any, tokenizer: Any, target: Path) -> None:
+    """Write model, configuration and tokenizer to `target`, for plain transformers to load.
 
-    Blocks until everything is on the disk. When it raises, for whatever reason, nothing is left behind.
+    Blocks until everything is on the disk. When it raises, for whatever reason, nothing is left
+    behind.
     """
     check_target(target)
     parent = target.absolute().parent

@@ -14,7 +14,7 @@ __all__ = ["Settings", "parse_size"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `pagert finetune` was asked for. Sizes are kept as they were written: the pager reads them."""
+    """What `pagert finetune` was asked for. Sizes stay as written: the pager reads them."""
 
     model: str
     text: str
@@ -56,7 +56,8 @@ def parse_size(word: str | int, option: str) -> int:
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     if match is None or match[2].lower() not in units:
         raise ConfigurationError(
-            f"{option}: {word!r} is not a size; write a number with B, KiB, MiB, GiB or TiB, such as 512MiB"
+            f"{option}: {word!r} is not a size; write a number with B, KiB, MiB, GiB or TiB, "
+            "such as 512MiB"
         )
     size_bytes = int(float(match[1]) * units[match[2].lower()])
     if size_bytes < 1:

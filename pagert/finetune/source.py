@@ -61,7 +61,8 @@ def open_source(model: str) -> ModelSource:
         return FolderSource(path)
     if not path.exists():
         raise BadModel(
-            f"--model {model}: no such file or folder; give a folder with config.json and safetensors, a GGUF file, "
+            f"--model {model}: no such file or folder; give a folder with config.json and "
+            "safetensors, a GGUF file, "
             f"or one of {', '.join(sorted(PACKAGED_MODELS))}"
         )
     with path.open("rb") as file:
@@ -89,7 +90,8 @@ class FolderSource:
         self._safetensors = load("safetensors")
         if not (path / "config.json").is_file():
             raise BadModel(
-                f"--model {path}: the folder has no config.json; give the folder of a Hugging Face model"
+                f"--model {path}: the folder has no config.json; give the folder of a Hugging "
+                "Face model"
             )
         self._file_of = self._find_tensors()
         self._yielded: set[str] = set()
@@ -100,7 +102,8 @@ class FolderSource:
             config = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True)
         except (ValueError, KeyError, OSError) as error:
             raise UnsupportedModel(
-                f"--model {self.path}: transformers {transformers.__version__} does not know this config.json: {error}"
+                f"--model {self.path}: transformers {transformers.__version__} does not know "
+                f"this config.json: {error}"
             ) from error
         if getattr(config, "quantization_config", None) is not None:
             raise UnsupportedModel(
@@ -121,7 +124,8 @@ class FolderSource:
     def tensors(
         self, names: Collection[str], base_prefix: str
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        # Checkpoints of the bare model lack the prefix under which a causal language model holds it.
+        # Checkpoints of the bare model lack the prefix under which a causal language model holds
+        # it.
         stored_as = {}
         for name in names:
             bare = name.removeprefix(f"{base_prefix}.")
@@ -143,7 +147,7 @@ class FolderSource:
         self._file_of.clear()
 
     def _groups(self, file: Path, names: list[str]) -> Iterator[list[str]]:
-        """Split the tensors of a file so that no more than `_MAPPED_BYTES_MAX` is touched at a time."""
+        """Split the tensors of a file: no more than `_MAPPED_BYTES_MAX` are mapped at a time."""
         group: list[str] = []
         group_bytes = 0
         with self._open(file) as tensors:
@@ -178,7 +182,8 @@ class FolderSource:
             missing = sorted({file.name for file in file_of.values() if not file.is_file()})
             if missing:
                 raise BadModel(
-                    f"--model {self.path}: {len(missing)} shards of the index are missing: {', '.join(missing)}; fetch them"
+                    f"--model {self.path}: {len(missing)} shards of the index are missing: "
+                    f"{', '.join(missing)}; fetch them"
                 )
             return file_of
         single = self.path / "model.safetensors"
@@ -187,7 +192,8 @@ class FolderSource:
                 return dict.fromkeys(tensors.keys(), single)
         there = sorted(file.name for file in self.path.glob("*.bin"))
         raise UnsupportedModel(
-            f"--model {self.path}: no model.safetensors and no model.safetensors.index.json in the folder"
+            f"--model {self.path}: no model.safetensors and no model.safetensors.index.json in "
+            "the folder"
             + (f", only {', '.join(there)}" if there else "")
             + "; save the model with save_pretrained of a current transformers"
         )

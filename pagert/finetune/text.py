@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a job: read, turned into tokens, cut into windows to train on and windows held out."""
+"""The text of a job: read, turned into tokens, cut into windows for training and held out."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def read_lines(text: str, limit_bytes: int) -> Iterator[str]:
     Parameters
     ----------
     text
-        Path of a UTF-8 file or of an SQLite file with Bible verses (table `Bible`, columns `Passage1` and
-        `Passage2`), or the name of a packaged text.
+        Path of a UTF-8 file or of an SQLite file with Bible verses (table `Bible`, columns
+        `Passage1` and `Passage2`), or the name of a packaged text.
 
     Raises
     ------
@@ -61,12 +61,14 @@ def _read_plain(path: Path) -> Iterator[str]:
             while line := file.readline(_PIECE_CHARACTERS):
                 if "\0" in line:
                     raise BadText(
-                        f"--text {path}: it has zero bytes, so it is not text; give a UTF-8 text file"
+                        f"--text {path}: it has zero bytes, so it is not text; give a UTF-8 text "
+                        "file"
                     )
                 yield line
         except UnicodeDecodeError as error:
             raise BadText(
-                f"--text {path}: not UTF-8 ({error.reason}: byte {error.object[error.start]:#04x}); convert it to UTF-8"
+                f"--text {path}: not UTF-8 ({error.reason}: byte "
+                f"{error.object[error.start]:#04x}); convert it to UTF-8"
             ) from error
 
 
@@ -79,8 +81,10 @@ def _read_verses(path: Path) -> Iterator[str]:
                 yield " ".join(str(passage) for passage in passages if passage) + "\n"
     except sqlite3.DatabaseError as error:
         raise BadText(
-            f"--text {path}: an SQLite file, but not of Bible verses ({error}); the table Bible with the columns "
-            "Passage1, Passage2, TestamentID, BookID, ChapterID and VerseID is what can be read; give other text as UTF-8"
+            f"--text {path}: an SQLite file, but not of Bible verses ({error}); the table Bible "
+            "with the columns "
+            "Passage1, Passage2, TestamentID, BookID, ChapterID and VerseID is what can be read; "
+            "give other text as UTF-8"
         ) from error
 
 
@@ -110,7 +114,8 @@ def tokenise(tokenizer: Any, text: str, limit_bytes: int, vocabulary_size: int) 
     )
     if len(ids) and int(tensor.max()) >= vocabulary_size:
         raise BadText(
-            f"--text {text}: the tokenizer makes token {int(tensor.max())}, the model knows {vocabulary_size} tokens; "
+            f"--text {text}: the tokenizer makes token {int(tensor.max())}, the model knows "
+            f"{vocabulary_size} tokens; "
             "model and tokenizer do not belong together"
         )
     return Tokens(tensor, text)
@@ -132,7 +137,8 @@ def _pieces(lines: Iterator[str]) -> Iterator[str]:
 class Windows:
     """Windows of a text: `seq` tokens, and for each the token that follows it.
 
-    The end of the text is held out. The same tokens, shape and seed give the same batches, in any process.
+    The end of the text is held out. The same tokens, shape and seed give the same batches, in any
+    process.
 
     Parameters
     ----------
@@ -154,7 +160,8 @@ class Windows:
         needed = 2 * (seq + 1)
         if count < needed:
             raise TextTooShort(
-                f"--text {tokens.text}: {count} tokens; --seq {seq} needs {needed}, one window to train on and one to "
+                f"--text {tokens.text}: {count} tokens; --seq {seq} needs {needed}, one window "
+                "to train on and one to "
                 "hold out; give a longer text or a smaller --seq"
             )
         self._tokens = tokens.ids
@@ -182,7 +189,7 @@ class Windows:
         return self._at(starts.tolist())
 
     def held_out(self, batches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield up to `batches` batches of windows that lie evenly in the held-out part and do not overlap."""
+        """Yield up to `batches` batches of windows, evenly spread over the held-out part."""
         last = self._tokens.numel() - self._length
         count = max(1, min(batches * self._batch, self.held_out_tokens // self._length))
         stride = (last - self._split) / max(1, count - 1)

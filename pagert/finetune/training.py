@@ -1,25 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop. It knows nothing of pages: paged and unpaged runs go through the same lines."""
+"""The training loop. It knows nothing of pages: paged and unpaged runs take the same lines."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["evaluate", "make_optimizer", "make_repeatable", "train"]
+__all__ = ["evaluate", "make_optimizer", "repeatable", "train"]
+
+_FILL = "fill_uninitialized_memory"  # a property of the module that type checkers do not see
 
 
-def make_repeatable(seed: int) -> None:
-    """Let the same seed give the same bits on the same machine."""
+@contextmanager
+def repeatable(seed: int) -> Iterator[None]:
+    """Let the same seed give the same bits on the same machine, inside."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        getattr(torch.utils.deterministic, _FILL),
+    )
+    # cuBLAS reads this when it starts; without it torch refuses to be deterministic on CUDA.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True)
     # Nobody reads what was never written, and filling it would touch pages for nothing.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    setattr(torch.utils.deterministic, _FILL, False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        setattr(torch.utils.deterministic, _FILL, before[2])
 
 
 def make_optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -81,8 +98,8 @@ def _backward(
 
 
 def _loss(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    # Windows carry their targets, so the logits need no shifted copy: they are the largest activation by far,
-    # and they are gone as soon as their logarithms are there.
+    # Windows carry their targets, so the logits need no shifted copy: they are the largest
+    # activation by far, and they are gone as soon as their logarithms are there.
     logits = model(input_ids=inputs, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

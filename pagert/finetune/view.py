@@ -95,7 +95,8 @@ class View:
                 tier = getattr(stats, name)
                 if tier is not None:
                     parts.append(
-                        f"{name} {format_bytes(tier.used_bytes)} of {format_bytes(tier.capacity_bytes)}"
+                        f"{name} {format_bytes(tier.used_bytes)} of "
+                        f"{format_bytes(tier.capacity_bytes)}"
                     )
             parts.append(f"moved {_moved(stats)}")
         return "  ".join(parts)
@@ -130,10 +131,12 @@ def _moved(stats: Any) -> str:
     parts = []
     if stats.flash is not None:
         parts.append(
-            f"flash {format_bytes(stats.flash_read_bytes)} read, {format_bytes(stats.flash_written_bytes)} written"
+            f"flash {format_bytes(stats.flash_read_bytes)} read, "
+            f"{format_bytes(stats.flash_written_bytes)} written"
         )
     if stats.host is not None:
         parts.append(
-            f"host {format_bytes(stats.host_to_device_bytes)} in, {format_bytes(stats.device_to_host_bytes)} out"
+            f"host {format_bytes(stats.host_to_device_bytes)} in, "
+            f"{format_bytes(stats.device_to_host_bytes)} out"
         )
     return "; ".join(parts)

@@ -32,7 +32,7 @@ def dense_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 def _bytes_of(dense: torch.Tensor) -> memoryview:
     flat = dense.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return flat.numpy().data
 
 
 def digests(model: nn.Module) -> dict[str, str]:
