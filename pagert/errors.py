@@ -5,6 +5,7 @@ from __future__ import annotations
 
 __all__ = [
     "ConfigurationError",
+    "ConfigurationTypeError",
     "ForeignTensor",
     "OutOfFrames",
     "PagerClosed",
@@ -18,11 +19,15 @@ __all__ = [
 
 
 class PagertError(Exception):
-    """Base of every error that pagert itself raises. Errors of the operating system are `OSError`."""
+    """Base of all errors that pagert itself raises. Those of the operating system are `OSError`."""
 
 
 class ConfigurationError(PagertError, ValueError):
     """A setting is out of range, unknown, or does not fit another one."""
+
+
+class ConfigurationTypeError(ConfigurationError, TypeError):
+    """A setting has the wrong type."""
 
 
 class PagerClosed(PagertError):
@@ -38,7 +43,7 @@ class TierFull(PagertError, MemoryError):
 
 
 class TransferError(PagertError, OSError):
-    """A transfer failed. `errno` and, for flash, `filename` are set. Nothing that was dirty is lost."""
+    """A transfer failed. `errno` and, for flash, `filename` are set. Nothing dirty is lost."""
 
 
 class TransferTimeout(PagertError, TimeoutError):

@@ -101,6 +101,8 @@ typedef struct pagert_access {
     uint32_t first_page;   /* out, set by pagert_pin_start(): first virtual page */
     uint32_t page_count;   /* out, likewise */
     uint64_t device_bytes; /* out, set once ready: offset in the device arena of byte offset_bytes */
+    uint32_t span_first, span_count; /* the core's: pages that must lie in one window, with those of
+                                        accesses that overlap; 0 where another access stands for them */
 } pagert_access;
 
 typedef struct pagert_failure {
@@ -135,10 +137,15 @@ int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin);
  * resident when they arrive. PAGERT_E_STATE if it is not held. */
 int pagert_unpin(pagert_pager *pager, pagert_pin *pin);
 
+/* Start the fetch of a range, evicting as a pin would, without holding it. A hint: 1 if everything is
+ * resident or on its way, 0 if there was no room, or an error as for a pin. */
+int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes);
+
 /* Leave the device: start eviction of the range's unheld pages. Returns how many pages of the range
  * are still on the device; call again after transfers completed until it is 0. PAGERT_E_STATE where a
- * page is held, PAGERT_E_FULL where the tiers below are full. */
-int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes);
+ * page is held; PAGERT_E_FULL, PAGERT_E_TRANSFER where a writeback failed, once, with `failure` set. */
+int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
+                     pagert_failure *failure);
 
 /* Make device pages clean: start writeback of dirty unheld pages, which stay resident. Returns how many
  * dirty unheld pages remain; call again after transfers completed until it is 0. O(device frames). */

@@ -39,8 +39,8 @@ class Pump:
     """The core, its lock, its thread and its arenas. See include/pagert/pump.h.
 
     Raises pagert's errors: `OutOfFrames` (attributes `needed_bytes`, `unpinned_bytes`,
-    `capacity_bytes`), `TierFull`, `TransferError`, `TransferTimeout`, `PagerClosed`. Waits release the
-    GIL, let Ctrl-C through, warn after `warn_seconds` and raise after `deadline_seconds`.
+    `capacity_bytes`), `TierFull`, `TransferError`, `TransferTimeout`, `PagerClosed`. Waits release
+    the GIL, let Ctrl-C through, warn after `warn_seconds` and raise after `deadline_seconds`.
     """
 
     def __init__(
@@ -67,13 +67,15 @@ class Pump:
     def pin(self, accesses: Sequence[tuple[Region, int, int, int]]) -> Pin:
         """Hold (region, offset_bytes, size_bytes, mode) ranges, all at once. Blocks until resident.
 
-        Sizes are > 0. Accesses to one region whose pages meet are merged into one window. A region of
-        another pump raises `ForeignTensor`.
+        Sizes are > 0. Accesses to one region whose pages meet are merged into one window. A region
+        of another pump raises `ForeignTensor`.
         """
     def prefetch(self, region: Region, offset_bytes: int, size_bytes: int) -> None: ...
     def evict(self, region: Region, offset_bytes: int, size_bytes: int) -> None: ...
     def flush(self) -> None: ...
-    def locate(self, region: Region, offset_bytes: int, size_bytes: int) -> tuple[int, int, int, int]:
+    def locate(
+        self, region: Region, offset_bytes: int, size_bytes: int
+    ) -> tuple[int, int, int, int]:
         """Pages of the range that are zero, on device, on host, on flash (fastest copy)."""
     def state(self) -> dict[str, Any]: ...
     def reset_counters(self) -> None: ...

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor-paging runtime for PyTorch: device memory, DRAM and flash as one address space."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if sys.platform != "linux":
+    raise ImportError(
+        "pagert runs on Linux only: it needs O_DIRECT, eventfd and the kernel's memory calls; "
+        f"this machine is {sys.platform}"
+    )
+
+from pagert.config import Config
+from pagert.errors import (
+    ConfigurationError,
+    ConfigurationTypeError,
+    ForeignTensor,
+    OutOfFrames,
+    PagerClosed,
+    PagertError,
+    TierFull,
+    TransferError,
+    TransferTimeout,
+    UnsupportedOperator,
+    UnsupportedTensor,
+)
+from pagert.stats import Stats, TierStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "ConfigurationError",
+    "ConfigurationTypeError",
+    "ForeignTensor",
+    "OutOfFrames",
+    "PagerClosed",
+    "PagertError",
+    "Stats",
+    "TierFull",
+    "TierStats",
+    "TransferError",
+    "TransferTimeout",
+    "UnsupportedOperator",
+    "UnsupportedTensor",
+    "get_include",
+]
+
+
+def get_include() -> str:
+    """Return the folder of the C headers, for a compiler's -I option.
+
+    Examples
+    --------
+    >>> import os, pagert
+    >>> os.path.isfile(os.path.join(pagert.get_include(), "pagert", "pager.h"))
+    True
+    """
+    package = os.path.dirname(os.path.abspath(__file__))
+    installed = os.path.join(package, "include")
+    # An editable install runs from the source tree, where the headers lie beside the package.
+    return (
+        installed if os.path.isdir(installed) else os.path.join(os.path.dirname(package), "include")
+    )

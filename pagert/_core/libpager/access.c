@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * access: byte ranges of regions as pages.
+ */
+#include "internal.h"
+
+static uint64_t region_bytes(const pagert_pager *pager, const page *head)
+{
+    return ((uint64_t)(head->page_count - 1) << pager->page_shift) + head->tail_bytes;
+}
+
+int region_pages(const pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
+                 uint64_t size_bytes, uint32_t *first_page, uint32_t *page_count)
+{
+    if (region.first_page >= pager->config.page_count)
+        return PAGERT_E_STALE;
+    const page *head = &pager->pages[region.first_page];
+    if (!has(head, PAGE_LIVE) || !has(head, PAGE_HEAD) || has(head, PAGE_DYING) ||
+        head->generation != region.generation)
+        return PAGERT_E_STALE;
+    uint64_t total = region_bytes(pager, head);
+    if (size_bytes == 0 || offset_bytes >= total || size_bytes > total - offset_bytes)
+        return PAGERT_E_ARGUMENT;
+    uint64_t first = offset_bytes >> pager->page_shift;
+    uint64_t last = (offset_bytes + size_bytes - 1) >> pager->page_shift;
+    *first_page = region.first_page + (uint32_t)first;
+    *page_count = (uint32_t)(last - first + 1);
+    return 0;
+}
+
+/* Whether the access writes every byte that the page has: nothing of it need be fetched. */
+bool access_overwrites(const pagert_pager *pager, const pagert_access *access, uint32_t index)
+{
+    if (access->mode != PAGERT_OVERWRITE)
+        return false;
+    const page *head = &pager->pages[access->region.first_page];
+    uint64_t start = (uint64_t)(index - access->region.first_page) << pager->page_shift;
+    uint64_t end = start + pager->config.page_bytes, total = region_bytes(pager, head);
+    if (end > total)
+        end = total;
+    return access->offset_bytes <= start && access->offset_bytes + access->size_bytes >= end;
+}

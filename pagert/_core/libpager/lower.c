@@ -1,0 +1,126 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * lower: frames of the tiers below the device.
+ *
+ * Pages that need a host frame wait in one queue, first come first served. That order is what keeps three
+ * tiers from locking up: a victim queues before the page that will have its device frame, so whoever is
+ * first in line waits for nobody behind it.
+ */
+#include "list.h"
+
+/* A page whose flash copy could be spared, since a faster tier has one too. O(device and host frames),
+ * and only when flash is full. */
+static uint32_t find_spare_flash_copy(pagert_pager *pager)
+{
+    uint32_t count = pager->config.frame_count[PAGERT_DEVICE];
+    for (uint32_t step = 0; step < count; step++) {
+        uint32_t frame = (pager->reclaim_cursor + step) % count, index = pager->frames[frame].page;
+        if (index == NONE)
+            continue;
+        const page *p = &pager->pages[index];
+        if (p->copy[PAGERT_DEVICE] == COPY_VALID && p->copy[PAGERT_FLASH] == COPY_VALID &&
+            !has(p, PAGE_LEAVING) && !has(p, PAGE_IN_FLIGHT)) {
+            pager->reclaim_cursor = (frame + 1) % count;
+            return index;
+        }
+    }
+    for (uint32_t list = 0; list < HOST_LISTS; list++)
+        for (uint32_t index = pager->host_lists[list].oldest; index != NONE;
+             index = pager->pages[index].links[LIST_HOST].younger)
+            if (pager->pages[index].copy[PAGERT_FLASH] == COPY_VALID)
+                return index;
+    return NONE;
+}
+
+uint32_t lower_take_flash(pagert_pager *pager)
+{
+    if (!configured(pager, PAGERT_FLASH))
+        return NONE;
+    uint32_t frame = frame_set_take(&pager->sets[PAGERT_FLASH]);
+    if (frame == NONE) {
+        uint32_t index = find_spare_flash_copy(pager);
+        if (index == NONE)
+            return NONE;
+        page_drop_lower(pager, index, PAGERT_FLASH);
+        frame = frame_set_take(&pager->sets[PAGERT_FLASH]);
+    }
+    return frame;
+}
+
+void lower_end_leaving_host(pagert_pager *pager, uint32_t index)
+{
+    clear_flag(&pager->pages[index], PAGE_LEAVING_HOST);
+    pager->host_leaving--;
+}
+
+/* Free a host frame, or start to: drop a copy that another tier has, else write the oldest to flash.
+ * During a flush a copy that keeps a device page clean goes to flash rather than away. */
+enum departure { DROPPED, STARTED, NO_VICTIM };
+static enum departure start_departure(pagert_pager *pager)
+{
+    for (uint32_t list = 0; list < HOST_LISTS; list++) {
+        uint32_t index = pager->host_lists[list].oldest;
+        if (index == NONE)
+            continue;
+        page *p = &pager->pages[index];
+        bool spare = p->copy[PAGERT_FLASH] == COPY_VALID || has(p, PAGE_ZERO) ||
+                     (list == HOST_SHADOW && !pager->flushing);
+        if (spare) {
+            page_drop_lower(pager, index, PAGERT_HOST);
+            page_advance(pager, index); /* a page on its way to the device starts again from flash */
+            return DROPPED;
+        }
+        uint32_t frame = lower_take_flash(pager);
+        if (frame == NONE)
+            continue;
+        p->frame[PAGERT_FLASH] = frame;
+        p->copy[PAGERT_FLASH] = COPY_INCOMING;
+        set_flag(p, PAGE_LEAVING_HOST);
+        pager->host_leaving++;
+        page_enqueue(pager, index, PAGERT_HOST_TO_FLASH);
+        page_relist(pager, index);
+        return STARTED;
+    }
+    return NO_VICTIM;
+}
+
+/* The first in line for a host frame will not get one: it fails, so that the others can go on. */
+void lower_fail_waiter(pagert_pager *pager, const pagert_failure *cause, bool full)
+{
+    uint32_t index = pager->queues[QUEUE_HOST_WAIT].oldest;
+    if (index == NONE)
+        return;
+    pagert_failure failure = {index, cause->link, cause->result};
+    page_leave_queue(pager, index);
+    if (pager->pages[index].copy[PAGERT_DEVICE] == COPY_INCOMING)
+        fail_page(pager, index, &failure, full);
+    else
+        fail_writeback(pager, index, &failure, full);
+}
+
+/* Give host frames to those who wait. Called at the end of every call that may have changed something. */
+void lower_grant_host(pagert_pager *pager)
+{
+    page_list *waiting = &pager->queues[QUEUE_HOST_WAIT];
+    while (waiting->count > 0) {
+        uint32_t frame = frame_set_take(&pager->sets[PAGERT_HOST]);
+        if (frame != NONE) {
+            uint32_t index = waiting->oldest;
+            page *p = &pager->pages[index];
+            page_leave_queue(pager, index);
+            p->frame[PAGERT_HOST] = frame;
+            p->copy[PAGERT_HOST] = COPY_INCOMING;
+            page_advance(pager, index);
+            continue;
+        }
+        enum departure departure = NO_VICTIM;
+        if (pager->host_leaving < waiting->count)
+            departure = start_departure(pager);
+        if (departure == NO_VICTIM && pager->host_leaving == 0 && pager->host_in_transfer == 0) {
+            pagert_failure nobody_leaves = {NONE, PAGERT_DEVICE_TO_HOST, PAGERT_E_FULL};
+            lower_fail_waiter(pager, &nobody_leaves, true);
+        } else if (departure == NO_VICTIM) {
+            return;
+        }
+    }
+}

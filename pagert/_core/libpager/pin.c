@@ -1,0 +1,351 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * pin: hold everything that one operator needs, all at once or not at all.
+ *
+ * A pin is waiting (nothing held), placed (its windows are promised, its pages held) or ready (the bytes are
+ * there). Until a pin that writes is ready, the old bytes are untouched on the tiers below; that it holds
+ * the only copy is settled in the step that makes it ready.
+ */
+#include "internal.h"
+
+/* FAILED holds its pages until it is unpinned, REFUSED never held any. */
+enum { PIN_NEW, PIN_WAITING, PIN_REPACKING, PIN_PLACED, PIN_READY, PIN_FAILED, PIN_REFUSED, PIN_RELEASED };
+
+static void hold(pagert_pager *pager, uint32_t index)
+{
+    page *p = &pager->pages[index];
+    PAGERT_ASSERT(p->holds < UINT16_MAX);
+    if (p->holds++ == 0) {
+        if (p->copy[PAGERT_DEVICE] != COPY_NONE)
+            pager->held_frames++;
+        if (has(p, PAGE_EVICTABLE))
+            page_relist(pager, index);
+    }
+}
+
+static void let_go(pagert_pager *pager, uint32_t index)
+{
+    page *p = &pager->pages[index];
+    PAGERT_ASSERT(p->holds > 0);
+    if (--p->holds > 0)
+        return;
+    if (p->copy[PAGERT_DEVICE] != COPY_NONE)
+        pager->held_frames--;
+    clear_flag(p, PAGE_FAILED | PAGE_FULL);
+    if (has(p, PAGE_OVERWRITE)) /* never became ready: the page keeps the bytes it had */
+        device_forget(pager, index);
+    page_relist(pager, index);
+}
+
+typedef void visit(pagert_pager *pager, uint32_t index);
+
+static void for_each_page(pagert_pager *pager, const pagert_pin *pin, visit *action)
+{
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        for (uint32_t i = 0; i < a->page_count; i++)
+            action(pager, a->first_page + i);
+    }
+}
+
+static void want(pagert_pager *pager, uint32_t index)
+{
+    hold(pager, index);
+    set_flag(&pager->pages[index], PAGE_WANTED);
+}
+
+static void settle(pagert_pager *pager, uint32_t index)
+{
+    clear_flag(&pager->pages[index], PAGE_WANTED);
+}
+
+static void unwant(pagert_pager *pager, uint32_t index)
+{
+    settle(pager, index);
+    let_go(pager, index);
+}
+
+/* All pages of the span in one run of frames, there or on their way. */
+static bool is_window(const pagert_pager *pager, uint32_t first, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        const page *p = &pager->pages[first + i];
+        if (p->copy[PAGERT_DEVICE] == COPY_NONE ||
+            has(p, PAGE_LEAVING | PAGE_MOVING | PAGE_FAILED) ||
+            p->frame[PAGERT_DEVICE] != pager->pages[first].frame[PAGERT_DEVICE] + i)
+            return false;
+    }
+    return true;
+}
+
+/* Accesses whose pages overlap need one window: the first of them stands for all. */
+static void find_spans(pagert_pin *pin)
+{
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        pagert_access *a = &pin->accesses[k];
+        a->span_first = a->first_page;
+        a->span_count = a->page_count;
+        for (uint32_t j = 0; j < k; j++) {
+            pagert_access *b = &pin->accesses[j];
+            if (b->span_count == 0 || b->span_first >= a->span_first + a->span_count ||
+                a->span_first >= b->span_first + b->span_count)
+                continue;
+            uint32_t end_a = a->span_first + a->span_count, end_b = b->span_first + b->span_count;
+            uint32_t end = end_a > end_b ? end_a : end_b;
+            if (b->span_first < a->span_first)
+                a->span_first = b->span_first;
+            a->span_count = end - a->span_first;
+            b->span_count = 0;
+            j = UINT32_MAX; /* it grew: look at all of them again */
+        }
+    }
+}
+
+static void count_uses(pagert_pager *pager, const pagert_pin *pin)
+{
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        for (uint32_t i = 0; i < a->span_count; i++) {
+            if (pager->pages[a->span_first + i].copy[PAGERT_DEVICE] != COPY_NONE)
+                pager->counters.hits++;
+            else
+                pager->counters.faults++;
+        }
+    }
+}
+
+/* Pages that are on their way out stay if they can. False if one cannot be had until a transfer is done. */
+static bool recall_pages(pagert_pager *pager, const pagert_pin *pin)
+{
+    bool idle = true;
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        for (uint32_t i = 0; i < a->page_count; i++) {
+            const page *p = &pager->pages[a->first_page + i];
+            if (has(p, PAGE_FAILED | PAGE_MOVING) ||
+                (has(p, PAGE_LEAVING) && !page_stay(pager, a->first_page + i)))
+                idle = false;
+        }
+    }
+    return idle;
+}
+
+static int place_spans(pagert_pager *pager, pagert_pin *pin)
+{
+    uint64_t missing = 0, total = 0;
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        bool placed = a->span_count > 0 && is_window(pager, a->span_first, a->span_count);
+        total += a->span_count;
+        for (uint32_t i = 0; i < a->span_count; i++) {
+            if (pager->pages[a->span_first + i].copy[PAGERT_DEVICE] == COPY_NONE)
+                missing++;
+            if (placed)
+                settle(pager, a->span_first + i);
+        }
+    }
+    uint64_t capacity = pager->config.frame_count[PAGERT_DEVICE];
+    pin->frames_needed = total;
+    pin->frames_unheld = capacity + (total - missing) - pager->held_frames;
+    if (pager->held_frames + missing > capacity)
+        return PAGERT_E_FRAMES;
+    int outcome = place_make_room(pager, missing);
+    for (uint32_t k = 0; k < pin->access_count && outcome == PLACE_DONE; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        if (a->span_count == 0 || is_window(pager, a->span_first, a->span_count))
+            continue;
+        outcome = place_window(pager, a);
+        for (uint32_t i = 0; i < a->span_count && outcome == PLACE_DONE; i++)
+            settle(pager, a->span_first + i);
+    }
+    return outcome;
+}
+
+/* From a quiet state: see repack.c. */
+static int repack(pagert_pager *pager, pagert_pin *pin)
+{
+    if (!is_quiet(pager))
+        return PLACE_BUSY;
+    int outcome = repack_round(pager, pin);
+    if (outcome == PLACE_DONE) {
+        count_uses(pager, pin);
+        for_each_page(pager, pin, hold);
+    }
+    return outcome;
+}
+
+/* Try to give the pin its windows. PLACE_DONE: its pages are held. Else nothing is. */
+static int place(pagert_pager *pager, pagert_pin *pin)
+{
+    bool resident = true;
+    for (uint32_t k = 0; k < pin->access_count && resident; k++)
+        resident = is_window(pager, pin->accesses[k].first_page, pin->accesses[k].page_count);
+    if (pin->access_count != 1)
+        find_spans(pin);
+    else {
+        pin->accesses[0].span_first = pin->accesses[0].first_page;
+        pin->accesses[0].span_count = pin->accesses[0].page_count;
+    }
+    if (resident) {
+        count_uses(pager, pin);
+        for_each_page(pager, pin, hold);
+        return PLACE_DONE;
+    }
+    if (pin->state == PIN_REPACKING)
+        return repack(pager, pin);
+    for_each_page(pager, pin, want);
+    pagert_counters before = pager->counters;
+    count_uses(pager, pin);
+    int outcome = recall_pages(pager, pin) ? place_spans(pager, pin) : PLACE_BUSY;
+    if (outcome == PLACE_DONE) {
+        for_each_page(pager, pin, settle);
+        return outcome;
+    }
+    pager->counters.hits = before.hits;
+    pager->counters.faults = before.faults;
+    for_each_page(pager, pin, unwant);
+    if (outcome != PLACE_BLOCKED)
+        return outcome;
+    pin->state = PIN_REPACKING;
+    return repack(pager, pin);
+}
+
+static int refuse(pagert_pin *pin, int code)
+{
+    pin->state = PIN_REFUSED;
+    return code;
+}
+
+static bool is_ready(const pagert_pager *pager, const pagert_access *access, uint32_t index)
+{
+    const page *p = &pager->pages[index];
+    if (has(p, PAGE_MOVING))
+        return false;
+    if (access->mode != PAGERT_READ && has(p, PAGE_IN_FLIGHT)) /* a copy is being read or written */
+        return false;
+    return p->copy[PAGERT_DEVICE] == COPY_VALID || (has(p, PAGE_OVERWRITE) && device_owns(pager, index));
+}
+
+/* Every page was ready when the cursor passed it. Writers look again, then drop the other copies. */
+static int commit(pagert_pager *pager, pagert_pin *pin)
+{
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        for (uint32_t i = 0; i < a->page_count && a->mode != PAGERT_READ; i++)
+            if (!is_ready(pager, a, a->first_page + i))
+                return 0;
+    }
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        pagert_access *a = &pin->accesses[k];
+        for (uint32_t i = 0; i < a->page_count && a->mode != PAGERT_READ; i++)
+            page_commit_write(pager, a->first_page + i);
+        uint64_t frame = pager->pages[a->first_page].frame[PAGERT_DEVICE];
+        a->device_bytes = (frame << pager->page_shift) + (a->offset_bytes & (pager->config.page_bytes - 1));
+    }
+    pin->state = PIN_READY;
+    return 1;
+}
+
+static int poll_placed(pagert_pager *pager, pagert_pin *pin)
+{
+    for (; pin->access_cursor < pin->access_count; pin->access_cursor++, pin->page_cursor = 0) {
+        const pagert_access *a = &pin->accesses[pin->access_cursor];
+        for (; pin->page_cursor < a->page_count; pin->page_cursor++) {
+            uint32_t index = a->first_page + pin->page_cursor;
+            const page *p = &pager->pages[index];
+            if (has(p, PAGE_FAILED)) {
+                pin->failure = (pagert_failure){index, p->failed_link, p->error};
+                pin->state = PIN_FAILED;
+                return has(p, PAGE_FULL) ? PAGERT_E_FULL : PAGERT_E_TRANSFER;
+            }
+            if (!is_ready(pager, a, index))
+                return 0;
+        }
+    }
+    return commit(pager, pin);
+}
+
+int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
+{
+    if (pin->state == PIN_READY)
+        return 1;
+    if (pin->state == PIN_WAITING || pin->state == PIN_REPACKING) {
+        for (uint32_t k = 0; k < pin->access_count; k++) { /* it held nothing: a region may be gone */
+            pagert_access *a = &pin->accesses[k];
+            int code = region_pages(pager, a->region, a->offset_bytes, a->size_bytes, &a->first_page,
+                                    &a->page_count);
+            if (code < 0)
+                return refuse(pin, code);
+        }
+        int outcome = place(pager, pin);
+        lower_grant_host(pager);
+        if (outcome == PLACE_BUSY)
+            return 0;
+        if (outcome < 0)
+            return refuse(pin, outcome == PLACE_BLOCKED ? PAGERT_E_FRAMES : outcome);
+        pin->state = PIN_PLACED;
+    }
+    if (pin->state != PIN_PLACED)
+        return PAGERT_E_STATE;
+    int outcome = poll_placed(pager, pin);
+    PAGERT_ASSERT_SLOW(pager);
+    return outcome;
+}
+
+int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
+{
+    if (pin->state != PIN_NEW)
+        return PAGERT_E_STATE;
+    if (pin->access_count == 0)
+        return PAGERT_E_ARGUMENT;
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        pagert_access *a = &pin->accesses[k];
+        if (a->mode > PAGERT_OVERWRITE)
+            return PAGERT_E_ARGUMENT;
+        int code = region_pages(pager, a->region, a->offset_bytes, a->size_bytes, &a->first_page,
+                                &a->page_count);
+        if (code < 0)
+            return code;
+        for (uint32_t i = 0; i < a->page_count; i++) /* each access of a page counts as one hold */
+            if (pager->pages[a->first_page + i].holds > UINT16_MAX - pin->access_count)
+                return PAGERT_E_STATE;
+    }
+    if (pin->access_count > UINT16_MAX)
+        return PAGERT_E_ARGUMENT;
+    pin->access_cursor = pin->page_cursor = 0;
+    pin->state = PIN_WAITING;
+    int outcome = pagert_pin_poll(pager, pin);
+    if (outcome < 0) {
+        pagert_unpin(pager, pin);
+        pin->state = PIN_NEW;
+    }
+    return outcome;
+}
+
+int pagert_unpin(pagert_pager *pager, pagert_pin *pin)
+{
+    if (pin->state == PIN_NEW || pin->state == PIN_RELEASED)
+        return PAGERT_E_STATE;
+    if (pin->state == PIN_PLACED || pin->state == PIN_READY || pin->state == PIN_FAILED)
+        for_each_page(pager, pin, let_go);
+    pin->state = PIN_RELEASED;
+    lower_grant_host(pager);
+    PAGERT_ASSERT_SLOW(pager);
+    return 0;
+}
+
+int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes)
+{
+    pagert_access access = {.region = region, .offset_bytes = offset_bytes, .size_bytes = size_bytes};
+    pagert_pin pin = {.accesses = &access, .access_count = 1};
+    pagert_counters before = pager->counters;
+    int outcome = pagert_pin_start(pager, &pin);
+    pager->counters.prefetches += pager->counters.faults - before.faults;
+    pager->counters.hits = before.hits;
+    pager->counters.faults = before.faults;
+    if (outcome < 0)
+        return outcome;
+    bool placed = pin.state != PIN_WAITING && pin.state != PIN_REPACKING;
+    pagert_unpin(pager, &pin);
+    return placed;
+}

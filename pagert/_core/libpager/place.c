@@ -1,0 +1,261 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * place: give a span of pages a window, one run of device frames.
+ *
+ * The policy alone says who must go; then a run is chosen where the fewest pages have to move, and whoever
+ * is in the way and stays moves to a free frame elsewhere. Moves never wait for each other in a circle: a
+ * page in the way goes to a frame that is free or being vacated, never to one that another mover leaves.
+ * What cannot be had that way is left to repack.c.
+ */
+#include "internal.h"
+
+/* What stands in the way of giving a frame to another page. */
+int frame_class(const pagert_pager *pager, uint32_t frame)
+{
+    const device_frame *f = &pager->frames[frame];
+    if (f->page == NONE)
+        return f->heir == NONE ? FRAME_FREE
+               : pager->pages[f->heir].holds > 0 ? FRAME_HELD : FRAME_BUSY;
+    const page *p = &pager->pages[f->page];
+    if (p->holds > (has(p, PAGE_WANTED) ? 1 : 0))
+        return FRAME_HELD;
+    if (f->heir != NONE)
+        return pager->pages[f->heir].holds > 0 ? FRAME_HELD : FRAME_BUSY;
+    if (has(p, PAGE_LEAVING))
+        return FRAME_VACATING;
+    if (p->copy[PAGERT_DEVICE] != COPY_VALID || p->queue != QUEUE_NONE || has(p, PAGE_MOVING | PAGE_DYING))
+        return FRAME_BUSY;
+    return FRAME_MOVABLE;
+}
+
+/* Nothing in flight, queued or promised: every frame is free, or has a page at rest. */
+bool is_quiet(const pagert_pager *pager)
+{
+    if (pager->in_flight > 0 || pager->vacating > 0 || pager->moving > 0)
+        return false;
+    for (uint32_t queue = 0; queue < QUEUE_COUNT; queue++)
+        if (pager->queues[queue].count > 0)
+            return false;
+    return true;
+}
+
+static uint64_t available(const pagert_pager *pager)
+{
+    return frame_set_free_count(&pager->sets[PAGERT_DEVICE]) + pager->vacating;
+}
+
+/* Evict one page. Without a host tier a dirty victim needs a flash frame now. */
+static int evict_one(pagert_pager *pager)
+{
+    uint32_t index = pager->policy->victim(pager, false);
+    if (index == NONE)
+        return is_quiet(pager) ? PLACE_BLOCKED : PLACE_BUSY;
+    page *p = &pager->pages[index];
+    if (!is_clean(p) && !configured(pager, PAGERT_HOST) && p->copy[PAGERT_FLASH] == COPY_NONE) {
+        uint32_t frame = lower_take_flash(pager);
+        if (frame == NONE) {
+            index = pager->policy->victim(pager, true);
+            if (index == NONE)
+                return PAGERT_E_FULL;
+        } else {
+            p->frame[PAGERT_FLASH] = frame;
+            p->copy[PAGERT_FLASH] = COPY_INCOMING;
+        }
+    }
+    page_start_leaving(pager, index);
+    return PLACE_DONE;
+}
+
+/* Evict until so many frames are free or being vacated. */
+int place_make_room(pagert_pager *pager, uint64_t frames_needed)
+{
+    while (available(pager) < frames_needed) {
+        int outcome = evict_one(pager);
+        if (outcome != PLACE_DONE)
+            return outcome;
+    }
+    return PLACE_DONE;
+}
+
+typedef struct span {
+    uint32_t first, count;
+} span;
+
+static bool in_span(span s, uint32_t index) { return index - s.first < s.count; }
+
+typedef struct run_cost {
+    uint64_t moves;     /* pages that must move, in the way or of the span itself */
+    uint32_t in_way;    /* of these, other pages in the way */
+    uint32_t available; /* frames of the run that are free or being vacated */
+    bool usable, busy;  /* busy: not usable now, but perhaps after transfers in flight */
+} run_cost;
+
+/* The page has this frame already, or the promise of it, and will stay. */
+static bool in_place(const pagert_pager *pager, uint32_t index, uint32_t frame)
+{
+    const page *p = &pager->pages[index];
+    return p->copy[PAGERT_DEVICE] != COPY_NONE && p->frame[PAGERT_DEVICE] == frame &&
+           !has(p, PAGE_LEAVING | PAGE_MOVING);
+}
+
+/* What it takes to put the span at `base`. */
+static run_cost cost_of_run(const pagert_pager *pager, span s, uint32_t base, uint32_t resident)
+{
+    run_cost cost = {.usable = true};
+    uint32_t placed = 0;
+    for (uint32_t i = 0; i < s.count; i++) {
+        uint32_t frame = base + i, owner = pager->frames[frame].page;
+        if (in_place(pager, s.first + i, frame)) {
+            placed++;
+            continue;
+        }
+        int class = frame_class(pager, frame);
+        if (class == FRAME_FREE || class == FRAME_VACATING) {
+            cost.available++;
+        } else if (class == FRAME_MOVABLE && !in_span(s, owner)) {
+            cost.in_way++;
+        } else {
+            cost.usable = false;
+            cost.busy |= class == FRAME_BUSY;
+            return cost;
+        }
+    }
+    cost.moves = (uint64_t)cost.in_way + resident - placed;
+    return cost;
+}
+
+/* The cheapest run that has no page of the span in it: one pass over the device frames. */
+static uint32_t cheapest_run(const pagert_pager *pager, span s, bool *busy)
+{
+    uint32_t frame_count = pager->config.frame_count[PAGERT_DEVICE];
+    if (s.count == 1) {
+        uint32_t cursor = pager->sets[PAGERT_DEVICE].cursor;
+        uint32_t frame = frame_set_next_free(&pager->sets[PAGERT_DEVICE], cursor);
+        if (frame == NONE)
+            frame = frame_set_next_free(&pager->sets[PAGERT_DEVICE], 0);
+        if (frame != NONE)
+            return frame;
+    }
+    uint32_t best = NONE, best_moves = UINT32_MAX, moves = 0, usable_from = 0;
+    for (uint32_t frame = 0; frame < frame_count; frame++) {
+        int class = frame_class(pager, frame);
+        if (class == FRAME_MOVABLE && in_span(s, pager->frames[frame].page))
+            class = FRAME_HELD;
+        if (class == FRAME_BUSY || class == FRAME_HELD) {
+            *busy |= class == FRAME_BUSY;
+            usable_from = frame + 1;
+            moves = 0;
+            continue;
+        }
+        moves += class == FRAME_MOVABLE;
+        if (frame + 1 - usable_from > s.count) { /* the run slides: its first frame drops out */
+            moves -= frame_class(pager, frame - s.count) == FRAME_MOVABLE;
+            usable_from++;
+        }
+        if (frame + 1 - usable_from == s.count && moves < best_moves) {
+            best = usable_from;
+            best_moves = moves;
+            if (moves == 0)
+                break;
+        }
+    }
+    return best;
+}
+
+/* Where the span should lie: around one of its pieces, or in the cheapest run elsewhere. */
+static int choose_base(const pagert_pager *pager, span s, uint32_t *base)
+{
+    uint32_t frame_count = pager->config.frame_count[PAGERT_DEVICE];
+    uint32_t resident = 0, forced = NONE, previous = NONE;
+    uint64_t best_moves = UINT64_MAX;
+    bool busy = false;
+    for (uint32_t i = 0; i < s.count; i++)
+        resident += pager->pages[s.first + i].copy[PAGERT_DEVICE] != COPY_NONE;
+    for (uint32_t i = 0; i < s.count; i++) {
+        const page *p = &pager->pages[s.first + i];
+        if (p->copy[PAGERT_DEVICE] == COPY_NONE)
+            continue;
+        bool held = p->holds > (has(p, PAGE_WANTED) ? 1 : 0);
+        bool fixed = held || p->copy[PAGERT_DEVICE] == COPY_INCOMING || p->queue != QUEUE_NONE;
+        uint32_t natural = p->frame[PAGERT_DEVICE] - i;
+        bool fits = p->frame[PAGERT_DEVICE] >= i && natural + (uint64_t)s.count <= frame_count;
+        if (fixed && (!fits || (forced != NONE && forced != natural)))
+            return held ? PLACE_BLOCKED : PLACE_BUSY;
+        if (fixed)
+            forced = natural;
+        if (!fits || natural == previous)
+            continue;
+        previous = natural;
+        run_cost cost = cost_of_run(pager, s, natural, resident);
+        busy |= cost.busy;
+        if (cost.usable && cost.moves < best_moves) {
+            *base = natural;
+            best_moves = cost.moves;
+        }
+    }
+    if (forced != NONE) {
+        run_cost cost = cost_of_run(pager, s, forced, resident);
+        *base = forced;
+        return cost.usable ? PLACE_DONE : cost.busy ? PLACE_BUSY : PLACE_BLOCKED;
+    }
+    if (best_moves > 0) {
+        uint32_t run = cheapest_run(pager, s, &busy);
+        if (run != NONE && cost_of_run(pager, s, run, resident).moves < best_moves) {
+            *base = run;
+            best_moves = 0;
+        }
+    }
+    return best_moves != UINT64_MAX ? PLACE_DONE : busy ? PLACE_BUSY : PLACE_BLOCKED;
+}
+
+/* A frame outside the run for a page that is in the way; free rather than being vacated. */
+static uint32_t frame_outside(const pagert_pager *pager, uint32_t base, uint32_t count)
+{
+    const frame_set *set = &pager->sets[PAGERT_DEVICE];
+    uint32_t frame = frame_set_next_free(set, base + count);
+    if (frame == NONE) {
+        frame = frame_set_next_free(set, 0);
+        if (frame != NONE && frame >= base)
+            frame = NONE;
+    }
+    if (frame != NONE)
+        return frame;
+    for (frame = 0; frame < set->frame_count; frame++)
+        if (frame - base >= count && frame_class(pager, frame) == FRAME_VACATING)
+            return frame;
+    return NONE;
+}
+
+/* Give the access's span a window. PLACE_BUSY: try again when a transfer has completed. PLACE_BLOCKED:
+ * not possible by single moves. On these nothing was promised, but victims may have been evicted. */
+int place_window(pagert_pager *pager, const pagert_access *access)
+{
+    span s = {access->span_first, access->span_count};
+    uint32_t base = 0, resident = 0;
+    for (uint32_t i = 0; i < s.count; i++)
+        resident += pager->pages[s.first + i].copy[PAGERT_DEVICE] != COPY_NONE;
+    for (;;) {
+        int outcome = choose_base(pager, s, &base);
+        if (outcome != PLACE_DONE)
+            return outcome;
+        run_cost cost = cost_of_run(pager, s, base, resident);
+        if (cost.in_way <= available(pager) - cost.available)
+            break;
+        outcome = evict_one(pager); /* the span's own pieces take frames until they have moved */
+        if (outcome != PLACE_DONE)
+            return outcome;
+    }
+    for (uint32_t i = 0; i < s.count; i++) {
+        uint32_t frame = base + i, index = s.first + i, owner = pager->frames[frame].page;
+        if (in_place(pager, index, frame))
+            continue;
+        if (owner != NONE && !has(&pager->pages[owner], PAGE_LEAVING))
+            device_start_move(pager, owner, frame_outside(pager, base, s.count));
+        if (pager->pages[index].copy[PAGERT_DEVICE] == COPY_VALID)
+            device_start_move(pager, index, frame);
+        else
+            device_assign(pager, index, frame,
+                          access->page_count == s.count && access_overwrites(pager, access, index));
+    }
+    return PLACE_DONE;
+}

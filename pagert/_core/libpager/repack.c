@@ -1,0 +1,190 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * repack: make room for all windows of one pin together, when placing them one by one got stuck because a
+ * window that the pin itself needs lay in the way.
+ *
+ * It works in rounds, each from a quiet state. A layout is computed afresh: spans, largest first, into the
+ * gaps between windows that other pins hold. It depends on sizes and held windows only, so that it is the
+ * same in each round, and each round brings at least one page nearer to it. Fragmentation alone therefore
+ * never makes a pin fail.
+ */
+#include "internal.h"
+
+/* A span's base in the layout is kept in its access's device_bytes until the pin is ready. */
+static uint32_t base_of(const pagert_access *access) { return (uint32_t)access->device_bytes; }
+
+static bool is_span(const pagert_access *access) { return access->span_count > 0; }
+
+static bool in_span(const pagert_access *access, uint32_t index)
+{
+    return index - access->span_first < access->span_count;
+}
+
+/* The end of a laid span that covers a frame of [base, base + count), or 0. */
+static uint32_t laid_end(const pagert_pin *pin, uint32_t base, uint32_t count)
+{
+    for (uint32_t i = 0; i < pin->access_count; i++) {
+        const pagert_access *a = &pin->accesses[i];
+        if (is_span(a) && a->device_bytes != UINT64_MAX && base_of(a) < base + count &&
+            base < base_of(a) + a->span_count)
+            return base_of(a) + a->span_count;
+    }
+    return 0;
+}
+
+/* The frame after the last held frame of [base, base + count) that does not hold the span's own page at
+ * its place, or 0 if the run can be cleared. */
+static uint32_t held_end(const pagert_pager *pager, const pagert_access *access, uint32_t base)
+{
+    for (uint32_t i = access->span_count; i-- > 0;) {
+        uint32_t owner = pager->frames[base + i].page;
+        if (owner != NONE && pager->pages[owner].holds > 0 && owner != access->span_first + i)
+            return base + i + 1;
+    }
+    return 0;
+}
+
+/* Where a page of the span that another pin holds forces the span to lie; NONE if nowhere. */
+static uint32_t forced_base(const pagert_pager *pager, const pagert_access *access)
+{
+    for (uint32_t i = 0; i < access->span_count; i++) {
+        const page *p = &pager->pages[access->span_first + i];
+        if (p->holds > 0 && p->copy[PAGERT_DEVICE] != COPY_NONE)
+            return p->frame[PAGERT_DEVICE] - i;
+    }
+    return NONE;
+}
+
+static bool lay(const pagert_pager *pager, const pagert_pin *pin, pagert_access *access)
+{
+    uint32_t frame_count = pager->config.frame_count[PAGERT_DEVICE];
+    uint32_t forced = forced_base(pager, access);
+    for (uint32_t base = forced != NONE ? forced : 0; (uint64_t)base + access->span_count <= frame_count;) {
+        uint32_t next = held_end(pager, access, base);
+        if (next == 0)
+            next = laid_end(pin, base, access->span_count);
+        if (next == 0) {
+            access->device_bytes = base;
+            return true;
+        }
+        if (forced != NONE)
+            return false;
+        base = next;
+    }
+    return false;
+}
+
+/* Spans that others force come first, then the largest; of equals the first. */
+static bool lay_all(const pagert_pager *pager, pagert_pin *pin)
+{
+    for (uint32_t i = 0; i < pin->access_count; i++)
+        pin->accesses[i].device_bytes = UINT64_MAX;
+    for (;;) {
+        pagert_access *next = NULL;
+        bool next_forced = false;
+        for (uint32_t i = 0; i < pin->access_count; i++) {
+            pagert_access *a = &pin->accesses[i];
+            if (!is_span(a) || a->device_bytes != UINT64_MAX)
+                continue;
+            bool forced = forced_base(pager, a) != NONE;
+            if (next == NULL || (forced && !next_forced) ||
+                (forced == next_forced && a->span_count > next->span_count)) {
+                next = a;
+                next_forced = forced;
+            }
+        }
+        if (next == NULL)
+            return true;
+        if (!lay(pager, pin, next))
+            return false;
+    }
+}
+
+static bool in_any_span(const pagert_pin *pin, uint32_t index)
+{
+    for (uint32_t i = 0; i < pin->access_count; i++)
+        if (in_span(&pin->accesses[i], index))
+            return true;
+    return false;
+}
+
+/* A free frame that no span of the layout covers. */
+static uint32_t spare_frame(const pagert_pager *pager, const pagert_pin *pin)
+{
+    uint32_t frame = 0;
+    while ((frame = frame_set_next_free(&pager->sets[PAGERT_DEVICE], frame)) != NONE) {
+        uint32_t end = laid_end(pin, frame, 1);
+        if (end == 0)
+            return frame;
+        frame = end;
+        if (frame >= pager->config.frame_count[PAGERT_DEVICE])
+            return NONE;
+    }
+    return NONE;
+}
+
+/* As cleaning, too, so that a failed writeback is reported and not tried for ever. */
+static void evict(pagert_pager *pager, uint32_t index)
+{
+    if (!is_clean(&pager->pages[index]))
+        set_flag(&pager->pages[index], PAGE_CLEANING);
+    page_start_leaving(pager, index);
+}
+
+/* One round. PLACE_DONE: the layout stands, all windows are promised and no page is held yet. PLACE_BUSY:
+ * moves or evictions were started, call again when quiet. PLACE_BLOCKED: no layout exists. PAGERT_E_FULL,
+ * PAGERT_E_TRANSFER: a page could not be written back. */
+int repack_round(pagert_pager *pager, pagert_pin *pin)
+{
+    if (pager->flush_failed) { /* a writeback of the last round */
+        pager->flush_failed = false;
+        pin->failure = pager->flush_failure;
+        return pager->flush_full ? PAGERT_E_FULL : PAGERT_E_TRANSFER;
+    }
+    if (!lay_all(pager, pin))
+        return PLACE_BLOCKED;
+    uint32_t started = 0, stuck = NONE;
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        for (uint32_t i = 0; i < a->span_count; i++) {
+            uint32_t index = a->span_first + i, target = base_of(a) + i;
+            const page *p = &pager->pages[index];
+            const device_frame *f = &pager->frames[target];
+            if (f->page == index || f->heir != NONE)
+                continue;
+            if (f->page != NONE && !in_any_span(pin, f->page)) { /* somebody else's page in the way */
+                uint32_t spare = spare_frame(pager, pin);
+                if (spare != NONE)
+                    device_start_move(pager, f->page, spare);
+                else
+                    evict(pager, f->page);
+                started++;
+            } else if (p->copy[PAGERT_DEVICE] == COPY_VALID && !has(p, PAGE_MOVING)) {
+                if (f->page == NONE) {
+                    device_start_move(pager, index, target);
+                    started++;
+                } else {
+                    stuck = index;
+                }
+            } else if (f->page != NONE) {
+                stuck = f->page; /* a page of the pin in the place of an absent one: its own is taken */
+            }
+        }
+    }
+    if (started == 0 && stuck != NONE) { /* a circle of the pin's own pages: break it at one */
+        evict(pager, stuck);
+        started++;
+    }
+    if (started > 0)
+        return PLACE_BUSY;
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        for (uint32_t i = 0; i < a->span_count; i++) {
+            uint32_t index = a->span_first + i;
+            if (pager->pages[index].copy[PAGERT_DEVICE] == COPY_NONE)
+                device_assign(pager, index, base_of(a) + i,
+                              a->page_count == a->span_count && access_overwrites(pager, a, index));
+        }
+    }
+    return PLACE_DONE;
+}
