@@ -223,7 +223,7 @@ def _unpermuted(rows: numpy.ndarray, head_count: int) -> numpy.ndarray:
 
 def _forget_mapped_pages(data: numpy.ndarray) -> None:
     """Drop the file's pages from the resident set; they are read again where needed."""
-    mapping = data.base
+    mapping: object = data.base
     if isinstance(mapping, mmap.mmap):
         mapping.madvise(mmap.MADV_DONTNEED)
 

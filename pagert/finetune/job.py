@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pagert.config import Config, parse_bytes
 from pagert.errors import ConfigurationError
 from pagert.finetune import memory
 from pagert.finetune.comparison import compare_reports, comparison_lines, run_unpaged
@@ -19,7 +20,7 @@ from pagert.finetune.errors import SequenceTooLong, UnpagedRunFailed
 from pagert.finetune.model import build_empty, fill, stored_tensors
 from pagert.finetune.report import MovedBytes, Report, StepReport
 from pagert.finetune.saving import check_target, save_model
-from pagert.finetune.settings import Settings, parse_size
+from pagert.finetune.settings import Settings
 from pagert.finetune.source import ModelSource, open_source
 from pagert.finetune.text import Windows, tokenise
 from pagert.finetune.training import evaluate, make_optimizer, repeatable, train
@@ -70,7 +71,10 @@ def run_job(settings: Settings) -> int:
 
 def _check(settings: Settings) -> None:
     """Refuse what can be known to be wrong before anything is opened."""
-    parse_size(settings.text_limit, "--text-limit")
+    if parse_bytes(settings.text_limit, name="--text-limit") == 0:
+        raise ConfigurationError("--text-limit is 0; give the size of the text to read, or more")
+    if not settings.unpaged:
+        Config.resolve(**_budgets(settings))
     if settings.unpaged and settings.compare:
         raise ConfigurationError("--compare runs the job unpaged as well; leave --unpaged out")
     if settings.json is not None and not settings.json.absolute().parent.is_dir():
@@ -134,7 +138,7 @@ def _prepare(settings: Settings, source: ModelSource, view: View) -> tuple[Windo
         )
     model = build_empty(config)
     view.phase("reading the text")
-    limit_bytes = parse_size(settings.text_limit, "--text-limit")
+    limit_bytes = parse_bytes(settings.text_limit)
     tokens = tokenise(source.tokenizer(), settings.text, limit_bytes, config.vocab_size)
     windows = Windows(tokens, batch=settings.batch, seq=settings.seq, seed=settings.seed)
     view.line(
@@ -146,15 +150,12 @@ def _prepare(settings: Settings, source: ModelSource, view: View) -> tuple[Windo
 def _open_pager(settings: Settings) -> Any:
     import pagert
 
-    return pagert.Pager(
-        device=settings.device,
-        device_bytes=settings.device_bytes,
-        host_bytes=settings.host_bytes,
-        flash_path=settings.flash_path,
-        flash_bytes=settings.flash_bytes,
-        page_bytes=settings.page_bytes,
-        policy=settings.policy,
-    )
+    return pagert.Pager(**_budgets(settings))
+
+
+def _budgets(settings: Settings) -> dict[str, Any]:
+    names = ("device_bytes", "host_bytes", "flash_path", "flash_bytes", "page_bytes", "policy")
+    return {"device": settings.device} | {name: getattr(settings, name) for name in names}
 
 
 def _device(settings: Settings, pager: Any | None) -> torch.device:
@@ -224,7 +225,7 @@ def _show(report: Report, view: View, settings: Settings) -> None:
 
 def _write_json(report: Report, settings: Settings) -> None:
     if settings.json is not None:
-        report.write(settings.json, asdict(settings) | {"json": str(settings.json)})
+        report.write(settings.json, asdict(settings))
 
 
 def _compare(settings: Settings, report: Report, view: View) -> int:

@@ -12,16 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MovedBytes", "Report", "StepReport", "TierReport", "format_bytes", "loss_bits"]
+from pagert.config import format_bytes
 
-
-def format_bytes(count: float) -> str:
-    """Write a number of bytes with the binary unit that suits it."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
+__all__ = ["MovedBytes", "Report", "StepReport", "TierReport", "loss_bits"]
 
 
 def loss_bits(loss: float | None) -> str | None:
@@ -181,7 +174,7 @@ class Report:
         """Write everything for programs. Losses that are not finite are null; see `losses_bits`."""
         document = {
             "format": 1,
-            "settings": settings,
+            "settings": _plain(settings),
             **{name: _plain(getattr(self, name)) for name in self.__dataclass_fields__},
             "median_step_seconds": self.median_step_seconds,
             "tokens_per_second": self.tokens_per_second,

@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagert.errors import ConfigurationError
-
-__all__ = ["Settings", "parse_size"]
+__all__ = ["Settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,27 +36,3 @@ class Settings:
     compare: bool = False
     json: Path | None = None
     plain: bool = False
-
-
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-def parse_size(word: str | int, option: str) -> int:
-    """Bytes of a size such as `16MiB`.
-
-    Raises
-    ------
-    ConfigurationError
-        Where it is not a positive number with one of the units B, KiB, MiB, GiB, TiB.
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(word))
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    if match is None or match[2].lower() not in units:
-        raise ConfigurationError(
-            f"{option}: {word!r} is not a size; write a number with B, KiB, MiB, GiB or TiB, "
-            "such as 512MiB"
-        )
-    size_bytes = int(float(match[1]) * units[match[2].lower()])
-    if size_bytes < 1:
-        raise ConfigurationError(f"{option}: {word!r} is less than 1 byte; give a larger size")
-    return size_bytes

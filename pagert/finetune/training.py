@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 __all__ = ["evaluate", "make_optimizer", "repeatable", "train"]
 
@@ -101,7 +101,7 @@ def _loss(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     # Windows carry their targets, so the logits need no shifted copy: they are the largest
     # activation by far, and they are gone as soon as their logarithms are there.
     logits = model(input_ids=inputs, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def _wait_for(device: torch.device) -> None:

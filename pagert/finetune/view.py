@@ -11,7 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pagert.finetune.report import StepReport, format_bytes
+from pagert.config import format_bytes
+from pagert.finetune.report import StepReport
 
 __all__ = ["View"]
 

@@ -22,7 +22,7 @@ def dense_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     if resident is None:
         yield _bytes_of(tensor)
         return
-    with resident() as dense:
+    with resident("read") as dense:
         view = _bytes_of(dense)
         try:
             yield view

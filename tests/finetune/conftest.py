@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import llama_config, random_model
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-WORDS = "the of and that he shall unto lord his king house came children day land men said".split()
+WORDS = (
+    "the of and that he shall unto lord his king house came children day land men said".split()  # noqa: SIM905
+)
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +49,41 @@ def tokenizer(text_file: Path):
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
 
 
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def make_random_model(**changes):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {"vocab_size": 300} if "model_type" in changes else LLAMA
+    config = AutoConfig.for_model(**(settings | changes))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def random_model() -> Callable:
+    """Make a tiny model, a Llama of two layers where nothing else is asked for.
+
+    Its weights are random, those of biases and norms too, so that none can be mixed up unseen.
+    """
+    return make_random_model
+
+
 @pytest.fixture
 def make_folder(tmp_path: Path, tokenizer) -> Callable[..., Path]:
     """Save a model as a Hugging Face folder."""
@@ -65,6 +101,6 @@ def make_folder(tmp_path: Path, tokenizer) -> Callable[..., Path]:
 def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
     """A folder with a tiny Llama; not to be changed."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    random_model(llama_config()).save_pretrained(folder)
+    make_random_model().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from tiny_models import llama_config, random_model
 
 from pagert.cli import main
 from pagert.finetune import job as job_module
@@ -37,8 +36,8 @@ def flip_bit(tensor: torch.Tensor, bit: int) -> None:
         words[words.numel() // 2] ^= 1 << bit
 
 
-def test_equal_runs_are_equal() -> None:
-    weights = digests(random_model(llama_config()))
+def test_equal_runs_are_equal(random_model) -> None:
+    weights = digests(random_model())
     first = report_of([1.5, 1.25], weights, paged=True)
     assert (
         verdict(first, report_of([1.5, 1.25], dict(weights), paged=False)) == "bitwise equal: yes"
@@ -46,8 +45,8 @@ def test_equal_runs_are_equal() -> None:
 
 
 @pytest.mark.parametrize("bit", [0, 15, 31])
-def test_one_bit_of_one_weight_makes_the_verdict_no(bit) -> None:
-    model = random_model(llama_config())
+def test_one_bit_of_one_weight_makes_the_verdict_no(bit, random_model) -> None:
+    model = random_model()
     before = digests(model)
     flip_bit(model.model.layers[1].mlp.down_proj.weight, bit)
     comparison = compare_reports(
@@ -57,8 +56,8 @@ def test_one_bit_of_one_weight_makes_the_verdict_no(bit) -> None:
     assert list(comparison_lines(comparison))[-1] == "bitwise equal: no"
 
 
-def test_negative_zero_is_not_zero() -> None:
-    model = random_model(llama_config())
+def test_negative_zero_is_not_zero(random_model) -> None:
+    model = random_model()
     with torch.no_grad():
         model.model.norm.weight[0] = 0.0
         before = digests(model)

@@ -46,7 +46,7 @@ def run_json(words: list[str], path: Path) -> dict:
 
 
 def reference_losses(folder: Path, text: Path, accumulate: int = 1) -> list[float]:
-    """A training loop written for this test: its own windows' arithmetic, transformers' own loss."""
+    """Train in a loop of this test's own, with transformers' own loss."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -155,7 +155,7 @@ def bad_inputs():
     yield "--model=/nowhere/model", "BadModel", "no such file or folder"
     yield "--text=/nowhere/text", "BadText", "no such file"
     yield "--seq=65", "SequenceTooLong", "the model has 64 positions"
-    yield "--text-limit=12 parsecs", "ConfigurationError", "'12 parsecs' is not a size"
+    yield "--text-limit=12 parsecs", "ConfigurationError", "'12 parsecs'"
     yield "--text-limit=20B", "TextTooShort", "--seq 16 needs 34"
     yield "--out=/proc/self", "OutputExists", "not an empty folder"
     yield "--json=/nowhere/report.json", "FileNotFoundError", "does not exist"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import llama_config, random_model
 
 import pagert.finetune.saving as subject
 from pagert.finetune.errors import OutputExists
@@ -25,8 +24,10 @@ def load(folder: Path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_saved_model_loads_with_plain_transformers_to_the_bit(tied, tmp_path, tokenizer) -> None:
-    model = random_model(llama_config(tie_word_embeddings=tied))
+def test_saved_model_loads_with_plain_transformers_to_the_bit(
+    tied, tmp_path, tokenizer, random_model
+) -> None:
+    model = random_model(tie_word_embeddings=tied)
     with torch.no_grad():
         model.model.norm.weight[:3] = torch.tensor([float("nan"), -0.0, float("inf")])
     save_model(model, tokenizer, tmp_path / "out")
@@ -39,10 +40,10 @@ def test_saved_model_loads_with_plain_transformers_to_the_bit(tied, tmp_path, to
     assert loaded_tokenizer("the king")["input_ids"] == tokenizer("the king")["input_ids"]
 
 
-def test_tied_tensor_is_stored_once(tmp_path, tokenizer) -> None:
+def test_tied_tensor_is_stored_once(tmp_path, tokenizer, random_model) -> None:
     from safetensors import safe_open
 
-    model = random_model(llama_config())
+    model = random_model()
     save_model(model, tokenizer, tmp_path / "out")
     with safe_open(tmp_path / "out/model.safetensors", framework="pt") as stored:
         assert set(stored.keys()) == {name for name, _ in model.named_parameters()}
@@ -66,7 +67,9 @@ def test_every_dtype_and_shape_is_read_back_by_safetensors(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left")])
-def test_interrupted_save_leaves_nothing(error, tmp_path, tokenizer, monkeypatch) -> None:
+def test_interrupted_save_leaves_nothing(
+    error, tmp_path, tokenizer, monkeypatch, random_model
+) -> None:
     real, calls = subject.dense_bytes, []
 
     def failing(tensor):
@@ -77,11 +80,13 @@ def test_interrupted_save_leaves_nothing(error, tmp_path, tokenizer, monkeypatch
 
     monkeypatch.setattr(subject, "dense_bytes", failing)
     with pytest.raises(type(error)):
-        save_model(random_model(llama_config()), tokenizer, tmp_path / "out")
+        save_model(random_model(), tokenizer, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_target_is_not_there_before_it_is_whole(tmp_path, tokenizer, monkeypatch) -> None:
+def test_target_is_not_there_before_it_is_whole(
+    tmp_path, tokenizer, monkeypatch, random_model
+) -> None:
     real, seen = subject.dense_bytes, []
 
     def watching(tensor):
@@ -89,20 +94,20 @@ def test_target_is_not_there_before_it_is_whole(tmp_path, tokenizer, monkeypatch
         return real(tensor)
 
     monkeypatch.setattr(subject, "dense_bytes", watching)
-    save_model(random_model(llama_config()), tokenizer, tmp_path / "out")
+    save_model(random_model(), tokenizer, tmp_path / "out")
     assert seen and not any(seen)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_folder_is_as_readable_as_any_new_one(tmp_path, tokenizer) -> None:
-    save_model(random_model(llama_config()), tokenizer, tmp_path / "out")
+def test_folder_is_as_readable_as_any_new_one(tmp_path, tokenizer, random_model) -> None:
+    save_model(random_model(), tokenizer, tmp_path / "out")
     (tmp_path / "other").mkdir()
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_empty_folder_is_accepted_as_target(tmp_path, tokenizer) -> None:
+def test_empty_folder_is_accepted_as_target(tmp_path, tokenizer, random_model) -> None:
     (tmp_path / "out").mkdir()
-    save_model(random_model(llama_config()), tokenizer, tmp_path / "out")
+    save_model(random_model(), tokenizer, tmp_path / "out")
     load(tmp_path / "out")
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from tiny_models import llama_config, random_model
 
 from pagert.finetune.errors import BadModel, MissingPackage, UnsupportedModel
 from pagert.finetune.model import build_empty, fill, stored_tensors
@@ -51,62 +50,59 @@ def assert_same_model(model, expected) -> None:
     assert torch.equal(logits(model), logits(expected))
 
 
-def other_configs():
-    from transformers import GPT2Config, Qwen3Config
-
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    }
-    yield pytest.param(llama_config(), id="llama, tied")
-    yield pytest.param(llama_config(tie_word_embeddings=False), id="llama, untied")
-    yield pytest.param(llama_config(attention_bias=True, mlp_bias=True), id="llama with biases")
-    yield pytest.param(llama_config(rope_parameters=rope), id="llama with scaled frequencies")
-    yield pytest.param(GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2), id="gpt2")
-    yield pytest.param(
-        Qwen3Config(
-            vocab_size=300,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-        ),
-        id="qwen3",
-    )
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+SHAPES = {
+    "llama, tied": {},
+    "llama, untied": {"tie_word_embeddings": False},
+    "llama with biases": {"attention_bias": True, "mlp_bias": True},
+    "llama with scaled frequencies": {"rope_parameters": SCALED},
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2},
+    "qwen3": QWEN3,
+}
 
 
-@pytest.mark.parametrize("config", list(other_configs()))
-def test_folder_loads_to_the_bits_of_transformers(config, make_folder) -> None:
-    folder = make_folder(random_model(config))
+@pytest.mark.parametrize("name", SHAPES)
+def test_folder_loads_to_the_bits_of_transformers(name, make_folder, random_model) -> None:
+    folder = make_folder(random_model(**SHAPES[name]))
     assert_same_model(load_with_pagert(folder), load_with_transformers(folder))
 
 
-def test_shards_load_to_the_bits_of_transformers(make_folder) -> None:
-    folder = make_folder(random_model(llama_config()), max_shard_size="50KB")
+def test_shards_load_to_the_bits_of_transformers(make_folder, random_model) -> None:
+    folder = make_folder(random_model(), max_shard_size="50KB")
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     assert_same_model(load_with_pagert(folder), load_with_transformers(folder))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_folder_is_widened_to_float32(dtype, make_folder) -> None:
-    folder = make_folder(random_model(llama_config()).to(dtype))
+def test_half_precision_folder_is_widened_to_float32(dtype, make_folder, random_model) -> None:
+    folder = make_folder(random_model().to(dtype))
     assert_same_model(load_with_pagert(folder), load_with_transformers(folder))
 
 
-def test_checkpoint_of_the_bare_model_loads(make_folder) -> None:
-    model = random_model(llama_config())
+def test_checkpoint_of_the_bare_model_loads(make_folder, random_model) -> None:
+    model = random_model()
     folder = make_folder(model.model)
     assert torch.equal(logits(load_with_pagert(folder)), logits(model))
 
 
-def test_ties_are_kept() -> None:
-    model = build_empty(llama_config())
+def test_ties_are_kept(random_model) -> None:
+    model = build_empty(random_model().config)
     assert [name for name, _ in stored_tensors(model)].count("lm_head.weight") == 0
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -174,45 +170,51 @@ def write_gguf(path: Path, model, tokenizer, quantization, architecture: str = "
 @pytest.mark.parametrize(
     "changes", [{}, {"tie_word_embeddings": False}, {"num_key_value_heads": 4}], ids=str
 )
-def test_gguf_in_float32_gives_back_the_model_it_was_made_of(changes, tmp_path, tokenizer) -> None:
-    expected = random_model(llama_config(**changes))
+def test_gguf_in_float32_gives_back_the_model_it_was_made_of(
+    changes, tmp_path, tokenizer, random_model
+) -> None:
+    expected = random_model(**changes)
     write_gguf(tmp_path / "tiny.gguf", expected, tokenizer, None)
     assert_same_model(load_with_pagert(tmp_path / "tiny.gguf"), expected)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "F16", "BF16"])
-def test_quantized_gguf_loads_to_the_bits_of_transformers(name, tmp_path, tokenizer) -> None:
+def test_quantized_gguf_loads_to_the_bits_of_transformers(
+    name, tmp_path, tokenizer, random_model
+) -> None:
     import gguf
 
     path = tmp_path / "tiny.gguf"
-    write_gguf(path, random_model(llama_config()), tokenizer, gguf.GGMLQuantizationType[name])
+    write_gguf(path, random_model(), tokenizer, gguf.GGMLQuantizationType[name])
     expected = load_with_transformers(tmp_path, gguf_file=path.name)
     assert torch.equal(logits(load_with_pagert(path)), logits(expected))
 
 
-def test_gguf_of_qwen3_gives_back_the_model_it_was_made_of(tmp_path, tokenizer) -> None:
-    config = next(param.values[0] for param in other_configs() if param.id == "qwen3")
-    expected = random_model(config)
-    expected.config.tie_word_embeddings = False
+def test_gguf_of_qwen3_gives_back_the_model_it_was_made_of(
+    tmp_path, tokenizer, random_model
+) -> None:
+    expected = random_model(**QWEN3)
     write_gguf(tmp_path / "tiny.gguf", expected, tokenizer, None, "qwen3")
     model = load_with_pagert(tmp_path / "tiny.gguf")
     assert torch.equal(logits(model), logits(expected))
 
 
-def test_gguf_rows_in_parts_are_the_rows_in_one(tmp_path, tokenizer, monkeypatch) -> None:
+def test_gguf_rows_in_parts_are_the_rows_in_one(
+    tmp_path, tokenizer, monkeypatch, random_model
+) -> None:
     import gguf
 
     import pagert.finetune.gguf_source as subject
 
     path = tmp_path / "tiny.gguf"
-    write_gguf(path, random_model(llama_config()), tokenizer, gguf.GGMLQuantizationType.Q8_0)
+    write_gguf(path, random_model(), tokenizer, gguf.GGMLQuantizationType.Q8_0)
     whole = load_with_pagert(path)
     monkeypatch.setattr(subject, "_ELEMENTS_AT_ONCE", 7 * 64)
     assert_same_model(load_with_pagert(path), whole)
 
 
-def test_gguf_tokenizer_takes_digits_one_by_one(tmp_path, tokenizer) -> None:
-    write_gguf(tmp_path / "tiny.gguf", random_model(llama_config()), tokenizer, None)
+def test_gguf_tokenizer_takes_digits_one_by_one(tmp_path, tokenizer, random_model) -> None:
+    write_gguf(tmp_path / "tiny.gguf", random_model(), tokenizer, None)
     made = open_source(str(tmp_path / "tiny.gguf")).tokenizer()
     ids = made("the king 1984", add_special_tokens=False)["input_ids"]
     assert made.convert_ids_to_tokens(ids)[-5:] == ["Ġ", "1", "9", "8", "4"]
@@ -231,34 +233,34 @@ def test_gguf_of_another_architecture_is_refused_with_the_list(tmp_path) -> None
         open_source(str(tmp_path / "other.gguf"))
 
 
-def test_truncated_gguf_is_refused(tmp_path, tokenizer) -> None:
+def test_truncated_gguf_is_refused(tmp_path, tokenizer, random_model) -> None:
     path = tmp_path / "tiny.gguf"
-    write_gguf(path, random_model(llama_config()), tokenizer, None)
+    write_gguf(path, random_model(), tokenizer, None)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(BadModel, match="not a whole GGUF file"):
         open_source(str(path))
 
 
-def test_truncated_safetensors_is_refused(make_folder) -> None:
-    folder = make_folder(random_model(llama_config()))
+def test_truncated_safetensors_is_refused(make_folder, random_model) -> None:
+    folder = make_folder(random_model())
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(BadModel, match="not a whole safetensors file"):
         load_with_pagert(folder)
 
 
-def test_missing_shard_is_named(make_folder) -> None:
-    folder = make_folder(random_model(llama_config()), max_shard_size="50KB")
+def test_missing_shard_is_named(make_folder, random_model) -> None:
+    folder = make_folder(random_model(), max_shard_size="50KB")
     victim = sorted(folder.glob("model-*.safetensors"))[1]
     victim.unlink()
     with pytest.raises(BadModel, match=victim.name):
         open_source(str(folder))
 
 
-def test_missing_tensor_is_named(make_folder) -> None:
+def test_missing_tensor_is_named(make_folder, random_model) -> None:
     from safetensors.torch import load_file, save_file
 
-    folder = make_folder(random_model(llama_config()))
+    folder = make_folder(random_model())
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors")
@@ -268,8 +270,8 @@ def test_missing_tensor_is_named(make_folder) -> None:
         load_with_pagert(folder)
 
 
-def test_tensor_of_another_shape_is_named_with_both_shapes(make_folder) -> None:
-    folder = make_folder(random_model(llama_config()))
+def test_tensor_of_another_shape_is_named_with_both_shapes(make_folder, random_model) -> None:
+    folder = make_folder(random_model())
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
     with pytest.raises(BadModel, match=r"\(64, 128\).*\(64, 96\)|\(128, 64\).*\(96, 64\)"):

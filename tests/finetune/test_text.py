@@ -53,7 +53,7 @@ def test_reading_verses_leaves_the_folder_as_it_was(tmp_path) -> None:
 
 def test_another_database_is_refused(tmp_path) -> None:
     path = make_database(tmp_path / "other.db", "Quran", [])
-    with pytest.raises(BadText, match="not of Bible verses.*no such table: Bible"):
+    with pytest.raises(BadText, match=r"not of Bible verses.*no such table: Bible"):
         list(read_lines(str(path), LIMIT))
 
 
