@@ -103,6 +103,7 @@ typedef struct pagert_access {
     uint64_t device_bytes; /* out, set once ready: offset in the device arena of byte offset_bytes */
     uint32_t span_first, span_count; /* the core's: pages that must lie in one window, with those of
                                         accesses that overlap; 0 where another access stands for them */
+    uint32_t span_shared;            /* likewise: 1 if it stands for others */
 } pagert_access;
 
 typedef struct pagert_failure {
@@ -120,7 +121,6 @@ typedef struct pagert_pin {
     uint32_t access_cursor, page_cursor;   /* pages before the cursor are known to be ready */
     pagert_failure failure;                /* valid after PAGERT_E_TRANSFER or PAGERT_E_FULL */
     uint64_t frames_needed, frames_unheld; /* valid after PAGERT_E_FRAMES */
-    struct pagert_pin *next, *previous;    /* queue of pins that wait to be placed */
 } pagert_pin;
 
 /* Ask for every access of `pin` to be resident, each in one window, all at once or not at all.

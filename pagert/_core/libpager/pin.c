@@ -85,6 +85,7 @@ static void find_spans(pagert_pin *pin)
         pagert_access *a = &pin->accesses[k];
         a->span_first = a->first_page;
         a->span_count = a->page_count;
+        a->span_shared = 0;
         for (uint32_t j = 0; j < k; j++) {
             pagert_access *b = &pin->accesses[j];
             if (b->span_count == 0 || b->span_first >= a->span_first + a->span_count ||
@@ -95,6 +96,7 @@ static void find_spans(pagert_pin *pin)
             if (b->span_first < a->span_first)
                 a->span_first = b->span_first;
             a->span_count = end - a->span_first;
+            a->span_shared = 1;
             b->span_count = 0;
             j = UINT32_MAX; /* it grew: look at all of them again */
         }
@@ -185,6 +187,7 @@ static int place(pagert_pager *pager, pagert_pin *pin)
     else {
         pin->accesses[0].span_first = pin->accesses[0].first_page;
         pin->accesses[0].span_count = pin->accesses[0].page_count;
+        pin->accesses[0].span_shared = 0;
     }
     if (resident) {
         count_uses(pager, pin);

@@ -183,7 +183,7 @@ int repack_round(pagert_pager *pager, pagert_pin *pin)
             uint32_t index = a->span_first + i;
             if (pager->pages[index].copy[PAGERT_DEVICE] == COPY_NONE)
                 device_assign(pager, index, base_of(a) + i,
-                              a->page_count == a->span_count && access_overwrites(pager, a, index));
+                              !a->span_shared && access_overwrites(pager, a, index));
         }
     }
     return PLACE_DONE;
