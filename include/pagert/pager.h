@@ -130,7 +130,10 @@ typedef struct pagert_pin {
  * held windows do not move. */
 int pagert_pin_start(pagert_pager *pager, pagert_pin *pin);
 
-/* 1: ready. 0: still pending. Negative: the pin failed; pagert_unpin() it. Amortised O(pages). */
+/* 1: ready. 0: still pending. Negative: the pin failed; pagert_unpin() it. Amortised O(pages).
+ * A pin that is pending because pages it needs are in a transfer holds nothing yet: other pins may come
+ * first, and its poll may still end in any error of pagert_pin_start(). A pin that becomes ready may be what
+ * others wait for (to read what it overwrites): poll those again. */
 int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin);
 
 /* Let go of a pin that was started: ready, pending or failed. Pages that were still being fetched stay

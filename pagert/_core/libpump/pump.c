@@ -241,13 +241,15 @@ static int wait_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
     return outcome;
 }
 
+/* A pin that failed is let go of. Others may wait for what it held, or for what it is about to write. */
 static int settle_pin(pagert_pump *pump, pagert_pin *pin, int outcome)
 {
     if (outcome < 0) {
         pagert_unpin(pump->core, pin);
         wake_thread(pump);
-        pthread_cond_broadcast(&pump->changed);
     }
+    if (outcome != 0 && pump->waiters > 0)
+        pthread_cond_broadcast(&pump->changed);
     return outcome;
 }
 
@@ -257,6 +259,8 @@ int pagert_pump_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
     int outcome = pagert_pin_start(pump->core, pin);
     if (outcome == 0)
         outcome = settle_pin(pump, pin, wait_pin(pump, pin, timeout_ns));
+    else if (outcome == 1 && pump->waiters > 0)
+        pthread_cond_broadcast(&pump->changed);
     unlock_core(pump);
     return outcome;
 }
