@@ -74,6 +74,7 @@ cdef extern from "pagert/pager.h" nogil:
         uint64_t device_bytes
         uint32_t span_first
         uint32_t span_count
+        uint32_t span_shared
 
     ctypedef struct pagert_failure:
         uint32_t page
@@ -89,8 +90,6 @@ cdef extern from "pagert/pager.h" nogil:
         pagert_failure failure
         uint64_t frames_needed
         uint64_t frames_unheld
-        pagert_pin *next
-        pagert_pin *previous
 
     int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
 
