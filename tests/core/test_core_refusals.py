@@ -228,16 +228,6 @@ def test_double_unpin_and_double_start_are_refused() -> None:
     assert world.core.held_frames == 0
 
 
-def test_pin_can_be_used_again_after_its_release() -> None:
-    world = World(TWO)
-    region = world.reserve(PAGE_BYTES)
-    pin = world.core.pin([(region.handle, 0, PAGE_BYTES, c.OVERWRITE)])
-    pin.release()
-    pin.restart()
-    assert pin.ready
-    assert world.core.held_frames == 1
-
-
 def test_everything_pinned_is_told_with_counts() -> None:
     world = World(TWO)
     region = world.reserve(4 * PAGE_BYTES)
