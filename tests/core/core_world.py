@@ -207,9 +207,7 @@ class World(Truth):
     def prefetch(self, access: Access) -> None:
         call = f"core.prefetch({access.region.name}, {access.offset_bytes}, {access.size_bytes})"
         try:
-            fits = self.core.prefetch(
-                access.region.handle, access.offset_bytes, access.size_bytes
-            )
+            fits = self.core.prefetch(access.region.handle, access.offset_bytes, access.size_bytes)
         except c.CoreError as error:
             self.note(f"{call}  # {error}")
             if error.code == c.E_FULL:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """libpager depends on nothing: no I/O, no allocation, no clock, no threads, no globals.
 
-The archives that lie in build folders are looked at, and one that the test makes from the sources, so
-that the claim is checked where pagert was installed from a wheel as well.
+The archives that lie in build folders are looked at, and one that the test makes from the sources,
+so that the claim is checked where pagert was installed from a wheel as well.
 """
 
 from __future__ import annotations
@@ -78,11 +78,8 @@ def compile_archive(folder: pathlib.Path, *options: str) -> pathlib.Path:
     objects = []
     for source in sources:
         target = folder / f"{source.stem}.o"
-        subprocess.run(
-            [*compiler, "-std=c11", "-fPIC", "-fvisibility=hidden", *options, "-I", HEADERS]
-            + ["-c", source, "-o", target],
-            check=True,
-        )
+        command = [*compiler, "-std=c11", "-fPIC", "-fvisibility=hidden", *options, "-I", HEADERS]
+        subprocess.run([*command, "-c", source, "-o", target], check=True)
         objects.append(target)
     archive = folder / "libpager.a"
     subprocess.run(["ar", "rcs", archive, *objects], check=True)

@@ -104,12 +104,11 @@ def test_start_refuses_at_once_what_held_windows_leave_no_place_for() -> None:
 
 
 def test_pin_larger_than_the_device_is_refused_though_others_wait() -> None:
-    world = World(Shape(device=2, host=3, flash=0, page_count=8))
-    one = world.reserve(PAGE_BYTES)
-    region = world.reserve(3 * PAGE_BYTES)
-    world.start([pages_of(region, 0, 2)])
-    world.start([whole(one, c.OVERWRITE)])
-    assert world.start([whole(one), whole(region)]) is None
+    world = World(Shape(device=5, host=0, flash=23, transfer_pages_max=3, page_count=23))
+    region = world.reserve(7 * PAGE_BYTES)
+    world.unpin(world.start([pages_of(region, 4, 3, c.OVERWRITE)]))
+    world.start([pages_of(region, 0, 4, c.OVERWRITE)])
+    assert world.start([whole(region, c.OVERWRITE)]) is None
     settle(world)
     close(world)
 

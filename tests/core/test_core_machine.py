@@ -125,7 +125,9 @@ class CoreMachine(RuleBasedStateMachine):
             close(self.world)
 
 
-def shapes(hosts: st.SearchStrategy[int], flashes: st.SearchStrategy[int]) -> st.SearchStrategy[Shape]:
+def shapes(
+    hosts: st.SearchStrategy[int], flashes: st.SearchStrategy[int]
+) -> st.SearchStrategy[Shape]:
     """Tight device tiers; 24 means a frame for each virtual page."""
     return st.builds(Shape, st.integers(2, 12), hosts, flashes, st.integers(1, 8))
 

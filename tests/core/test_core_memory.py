@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the core costs in memory, and that an address space of 100 TiB costs nothing until it is used."""
+"""What the core costs in memory; 100 TiB of address space cost nothing until they are used."""
 
 from __future__ import annotations
 

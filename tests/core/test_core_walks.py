@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long random walks over the same world: each step is cheaper than Hypothesis', so there are more."""
+"""Random walks over the same world: a step is cheaper than one of Hypothesis, so there are more."""
 
 from __future__ import annotations
 
