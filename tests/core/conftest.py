@@ -19,6 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 _COMMON = {
     "deadline": None,
     "print_blob": True,
+    "report_multiple_bugs": False,
     "verbosity": Verbosity.normal,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
