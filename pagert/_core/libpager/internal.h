@@ -234,7 +234,7 @@ int frame_class(const pagert_pager *pager, uint32_t frame);
 bool is_quiet(const pagert_pager *pager);
 int place_make_room(pagert_pager *pager, uint64_t frames_needed);
 int place_window(pagert_pager *pager, const pagert_access *access);
-int repack_round(pagert_pager *pager, pagert_pin *pin);
+int repack_round(pagert_pager *pager, pagert_pin *pin, bool first);
 
 /* pager.c */
 void region_page_gone(pagert_pager *pager, uint32_t index);

@@ -162,11 +162,11 @@ static int place_spans(pagert_pager *pager, pagert_pin *pin)
 }
 
 /* From a quiet state: see repack.c. */
-static int repack(pagert_pager *pager, pagert_pin *pin)
+static int repack(pagert_pager *pager, pagert_pin *pin, bool first)
 {
     if (!is_quiet(pager))
         return PLACE_BUSY;
-    int outcome = repack_round(pager, pin);
+    int outcome = repack_round(pager, pin, first);
     if (outcome == PLACE_DONE) {
         count_uses(pager, pin);
         for_each_page(pager, pin, hold);
@@ -192,7 +192,7 @@ static int place(pagert_pager *pager, pagert_pin *pin)
         return PLACE_DONE;
     }
     if (pin->state == PIN_REPACKING)
-        return repack(pager, pin);
+        return repack(pager, pin, false);
     for_each_page(pager, pin, want);
     pagert_counters before = pager->counters;
     count_uses(pager, pin);
@@ -207,7 +207,7 @@ static int place(pagert_pager *pager, pagert_pin *pin)
     if (outcome != PLACE_BLOCKED)
         return outcome;
     pin->state = PIN_REPACKING;
-    return repack(pager, pin);
+    return repack(pager, pin, true);
 }
 
 static int refuse(pagert_pin *pin, int code)
@@ -277,8 +277,15 @@ int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
             if (code < 0)
                 return refuse(pin, code);
         }
-        int outcome = place(pager, pin);
-        lower_grant_host(pager);
+        int outcome;
+        bool again;
+        do { /* 0 means: wait for a transfer. So there must be one, or it is time to look again: after a
+                round that only dropped clean pages, or where those that wait for the host got a no. */
+            outcome = place(pager, pin);
+            bool quiet = is_quiet(pager);
+            lower_grant_host(pager);
+            again = outcome == PLACE_BUSY && is_quiet(pager) && (!quiet || pin->state == PIN_REPACKING);
+        } while (again);
         if (outcome == PLACE_BUSY)
             return 0;
         if (outcome < 0)
