@@ -136,6 +136,7 @@ struct pagert_pager {
     uint32_t vacating;         /* device frames of leaving pages, promised to nobody */
     uint32_t moving;           /* pages with PAGE_MOVING */
     uint32_t held_frames;      /* device frames of held pages */
+    pagert_pin *repacker;      /* the waiting pin that repack.c works for, or NULL */
     uint32_t in_flight;        /* transfers handed out */
     uint32_t reclaim_cursor;   /* device frame where the search for a spare flash copy goes on */
     bool flushing;             /* a flush goes on: host copies of dirty pages go to flash, not away */
@@ -234,7 +235,7 @@ int frame_class(const pagert_pager *pager, uint32_t frame);
 bool is_quiet(const pagert_pager *pager);
 int place_make_room(pagert_pager *pager, uint64_t frames_needed);
 int place_window(pagert_pager *pager, const pagert_access *access);
-int repack_round(pagert_pager *pager, pagert_pin *pin, bool first);
+int repack_round(pagert_pager *pager, pagert_pin *pin);
 
 /* pager.c */
 void region_page_gone(pagert_pager *pager, uint32_t index);

@@ -44,9 +44,9 @@ static uint32_t held_end(const pagert_pager *pager, const pagert_access *access,
     return 0;
 }
 
-/* Where pages of the span that other pins hold force the span to lie; NONE if nowhere. False if they lie
- * in different windows: no run can have them all. */
-static bool forced_base(const pagert_pager *pager, const pagert_access *access, uint32_t *base)
+/* Pages of the span that other pins hold force it to lie around them; NONE if none does. False: they lie in
+ * different windows, so that no place exists. */
+static bool find_forced_base(const pagert_pager *pager, const pagert_access *access, uint32_t *base)
 {
     *base = NONE;
     for (uint32_t i = 0; i < access->span_count; i++) {
@@ -64,7 +64,7 @@ static bool lay(const pagert_pager *pager, const pagert_pin *pin, pagert_access 
 {
     uint32_t frame_count = pager->config.frame_count[PAGERT_DEVICE];
     uint32_t forced;
-    if (!forced_base(pager, access, &forced))
+    if (!find_forced_base(pager, access, &forced))
         return false;
     for (uint32_t base = forced != NONE ? forced : 0; (uint64_t)base + access->span_count <= frame_count;) {
         uint32_t next = held_end(pager, access, base);
@@ -94,7 +94,7 @@ static bool lay_all(const pagert_pager *pager, pagert_pin *pin)
             if (!is_span(a) || a->device_bytes != UINT64_MAX)
                 continue;
             uint32_t base;
-            bool forced = !forced_base(pager, a, &base) || base != NONE;
+            bool forced = !find_forced_base(pager, a, &base) || base != NONE;
             if (next == NULL || (forced && !next_forced) ||
                 (forced == next_forced && a->span_count > next->span_count)) {
                 next = a;
@@ -142,9 +142,9 @@ static void evict(pagert_pager *pager, uint32_t index)
 /* One round. PLACE_DONE: the layout stands, all windows are promised and no page is held yet. PLACE_BUSY:
  * moves or evictions were started, call again when quiet. PLACE_BLOCKED: no layout exists. PAGERT_E_FULL,
  * PAGERT_E_TRANSFER: a page could not be written back. */
-int repack_round(pagert_pager *pager, pagert_pin *pin, bool first)
+int repack_round(pagert_pager *pager, pagert_pin *pin)
 {
-    if (pager->flush_failed && !first) { /* a writeback of the last round */
+    if (pager->flush_failed) { /* a writeback of the last round */
         pager->flush_failed = false;
         pin->failure = pager->flush_failure;
         return pager->flush_full ? PAGERT_E_FULL : PAGERT_E_TRANSFER;
@@ -191,7 +191,7 @@ int repack_round(pagert_pager *pager, pagert_pin *pin, bool first)
             uint32_t index = a->span_first + i;
             if (pager->pages[index].copy[PAGERT_DEVICE] == COPY_NONE)
                 device_assign(pager, index, base_of(a) + i,
-                              a->page_count == a->span_count && access_overwrites(pager, a, index));
+                              !a->span_shared && access_overwrites(pager, a, index));
         }
     }
     return PLACE_DONE;
