@@ -173,6 +173,16 @@ def test_a_flipped_byte_on_flash_is_found_and_placed(tmp_path, aligned, backend,
         assert memory == good
 
 
+def test_the_lowest_failed_offset_is_reported(tmp_path, aligned):
+    memory = aligned(64 * KIB)
+    with open_file(tmp_path, request_bytes=4096, depth=16) as file:
+        file.write(memory, 0)
+        flip_byte(file, 9 * 4096)
+        flip_byte(file, 2 * 4096 + 5)
+        flip_byte(file, 12 * 4096)
+        assert file.run([("read", memory, 0)]) == [(-errno.EBADMSG, 2 * 4096)]
+
+
 def test_a_block_that_was_never_written_is_not_read_as_zeros(tmp_path):
     with open_file(tmp_path) as file, pytest.raises(OSError, match="never written") as caught:
         file.read(bytearray(4096), 4096)

@@ -105,8 +105,6 @@ static void cut_piece(pagert_flash *flash, flash_entry *entry)
     entry->cut_bytes += piece->size_bytes;
     if (entry->cut_bytes == request->size_bytes)
         stop_cutting(flash, entry);
-    if (piece->write)
-        piece_forget_checksums(flash, piece->offset_bytes, piece->size_bytes);
     flash->backend_count++;
     if (flash->ring) {
         flash_ring_queue(flash, piece);
