@@ -153,7 +153,7 @@ class FakePump:
                 if not gaps:
                     break
                 start, slack = self.random.choice(gaps)
-                slack = min(slack, spare) if attempt < 10 else 0
+                slack = max(0, min(slack, spare)) if attempt < 10 else 0
                 shift = self.random.randint(0, slack)
                 spare -= shift
                 window.frame = start + shift

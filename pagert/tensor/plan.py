@@ -36,8 +36,10 @@ class Kind(enum.Enum):
 class Plan:
     """What is known of one operator. Immutable once `route` is set by the dispatch."""
 
-    __slots__ = ("argument_names", "kind", "list_names", "name", "op", "outs", "overwrites", "reason",
-                 "route", "written")
+    __slots__ = (
+        "argument_names", "kind", "list_names", "name", "op", "outs", "overwrites", "reason", "route",
+        "whole", "written",
+    )  # fmt: skip
 
     op: torch._ops.OpOverload
     name: str
@@ -47,6 +49,7 @@ class Plan:
     outs: tuple[str, ...]  # keyword-only arguments that are written and returned: out=
     overwrites: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None
     list_names: tuple[str, ...]  # arguments that hold one element for each index of a list operator
+    whole: bool  # the operator looks at the whole storage of its first operand, not only at its elements
     reason: str  # why the operator is refused, and the remedy
     route: Callable[..., Any]
 
@@ -59,6 +62,13 @@ _FILLED = frozenset({"ones_like", "full_like", "new_ones", "new_full", "rand_lik
                      "randint_like"})
 _COPIES = frozenset({"clone", "_to_copy"})
 _LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
+
+# Operators that clone the whole storage of their operand, or count an offset from its start.
+_WHOLE_STORAGE = frozenset({"as_strided_copy", "as_strided_scatter", "slice_scatter", "select_scatter",
+                            "diagonal_scatter"})
+
+# Statistics that normalisation updates in place, in some schemas without saying so.
+_SILENTLY_WRITTEN = frozenset({"running_mean", "running_var"})
 
 _USE_RESIDENT = "use `with t.resident() as dense:` and give it the plain tensor"
 _REFUSED = {
@@ -171,7 +181,9 @@ def analyse(op: torch._ops.OpOverload) -> Plan:
     plan.argument_names = tuple(argument.name for argument in schema.arguments)
     written: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.name in _SILENTLY_WRITTEN or (
+            argument.alias_info is not None and argument.alias_info.is_write
+        ):
             written.update((position, argument.name))
     plan.written = frozenset(written)
     plan.outs = tuple(argument.name for argument in schema.arguments
@@ -181,5 +193,6 @@ def analyse(op: torch._ops.OpOverload) -> Plan:
     plan.list_names = ()
     if plan.kind is Kind.LIST:
         plan.list_names = tuple(argument.name for argument in schema.arguments if _is_list(argument))
+    plan.whole = op.namespace == "aten" and base in _WHOLE_STORAGE
     plan.reason = _REFUSED.get(base, "")
     return plan
