@@ -44,7 +44,9 @@ typedef struct pagert_engine {
     /* Let requests taken so far start, if the engine batches. 0 or -errno. */
     int (*flush)(void *context);
 
-    /* Give back up to `max` finished requests, in any order; how many. Never blocks. */
+    /* Give back up to `max` finished requests, in any order; how many, or -errno where the engine cannot be
+     * used (in a forked child: -EPERM). Never blocks; may have work of its own to do, so call it whenever
+     * the event descriptor is readable. */
     int (*reap)(void *context, pagert_request **finished, int max);
 } pagert_engine;
 

@@ -28,10 +28,10 @@ typedef struct pagert_flash_options {
     const char *folder;       /* where the file lives; must exist */
     uint64_t capacity_bytes;  /* a multiple of block_bytes */
     uint32_t block_bytes;     /* checksum unit: offsets and sizes of requests are multiples of it */
-    uint32_t depth;           /* requests in flight at once; 0: a measured default */
+    uint32_t depth;           /* pieces in flight at once, at most 1024; 0: a measured default */
     uint32_t request_bytes;   /* larger requests are split into pieces of this size; 0: a measured default */
-    uint32_t backend;         /* PAGERT_BACKEND_* */
-    uint32_t direct;          /* PAGERT_DIRECT_* */
+    uint32_t backend;         /* PAGERT_BACKEND_*; AUTO: io_uring for direct I/O, else threads */
+    uint32_t direct;          /* PAGERT_DIRECT_*; AUTO: direct where it works, else buffered */
     uint32_t reserve;         /* 1: allocate the space now, so that a full disk shows at once */
 } pagert_flash_options;
 
@@ -40,7 +40,7 @@ typedef struct pagert_flash_info {
     uint64_t capacity_bytes;
     uint64_t free_bytes;         /* of the file system, before the file took its space */
     uint32_t block_bytes;
-    uint32_t depth, request_bytes;
+    uint32_t depth, request_bytes; /* as in use; submit() takes at least twice depth requests */
     uint32_t backend;            /* IO_URING or THREADS */
     uint32_t direct;             /* 1: O_DIRECT, proven by a real write and read */
     uint32_t memory_alignment, offset_alignment; /* bytes; what direct I/O asks for */
@@ -50,12 +50,18 @@ typedef struct pagert_flash_info {
     uint64_t file_system;        /* f_type of statfs: tmpfs and the like lie in RAM */
 } pagert_flash_info;
 
-/* Open. -ENOSPC: less than capacity_bytes is free (info->free_bytes is set all the same). */
+/* Open. -ENOSPC: less than capacity_bytes is free (info->free_bytes is set all the same). -EFBIG: more
+ * than RLIMIT_FSIZE. -EINVAL: an option out of range. Otherwise what the system said, to the folder, to
+ * the probe of direct I/O where it is required, or to io_uring where it is asked for. */
 int pagert_flash_open(const pagert_flash_options *options, pagert_flash **flash, pagert_flash_info *info);
 
 /* The table of functions for the pump. A WRITE's source must not change until it is reaped. A READ whose
- * checksum does not match, read again once, ends with -EBADMSG; a block that was never written with
- * -ENODATA. */
+ * checksum does not match, read again once, ends with -EBADMSG; a block that was never written, or whose
+ * last write failed, with -ENODATA. Requests that are not whole blocks within the capacity, or whose memory
+ * is not aligned to memory_alignment, end with -EINVAL. The pieces of a request move in any order, and
+ * after the first failure no more are started; failed_offset is the lowest that failed.
+ *
+ * In a forked child every call returns -EPERM and touches nothing; close() frees the child's memory only. */
 pagert_engine pagert_flash_engine(pagert_flash *flash);
 
 /* Wait for what is in flight, then close. Requests not yet reaped are dropped. */

@@ -33,17 +33,20 @@ typedef struct pagert_pump_options {
 
 int pagert_pump_open(const pagert_pump_options *options, pagert_pump **pump); /* 0, -errno or PAGERT_E_* */
 
-/* Stop the thread after the transfers in flight have come back. No pin may be held. */
-void pagert_pump_close(pagert_pump *pump);
+/* Stop the thread after the transfers in flight have come back, then free everything. No call may be under
+ * way. 0, or -ETIMEDOUT: an engine still has requests after `timeout_ns`; nothing is freed, call again. */
+int pagert_pump_close(pagert_pump *pump, uint64_t timeout_ns);
 
 /* As pagert_reserve() and pagert_release(). */
 int pagert_pump_reserve(pagert_pump *pump, uint64_t size_bytes, pagert_region *region);
 int pagert_pump_release(pagert_pump *pump, pagert_region region);
 
-/* Release from a finalizer: takes no lock and allocates nothing. `node` stays valid until the pump frees
- * it with free(3), at its next locked call. A region that is still held is released after its last unpin. */
+/* Release from a finalizer: takes no lock and allocates nothing. The pump does it at its next locked call,
+ * then frees `pin` and the node with free(3). A region that is still held is released after its last unpin.
+ * With `pin` set, that pin is let go and the region does not count. */
 typedef struct pagert_release_node {
     pagert_region region;
+    pagert_pin *pin;
     struct pagert_release_node *next;
 } pagert_release_node;
 void pagert_pump_release_later(pagert_pump *pump, pagert_release_node *node);
@@ -53,6 +56,9 @@ void pagert_pump_release_later(pagert_pump *pump, pagert_release_node *node);
 int pagert_pump_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns);
 int pagert_pump_pin_wait(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns);
 int pagert_pump_unpin(pagert_pump *pump, pagert_pin *pin);
+
+/* Wait until a pin was let go or a transfer completed, or the time is over. */
+void pagert_pump_wait_change(pagert_pump *pump, uint64_t timeout_ns);
 
 /* Start the fetch of a range without waiting or holding. 0 or an error as for a pin. */
 int pagert_pump_prefetch(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes);
@@ -74,6 +80,9 @@ typedef struct pagert_pump_state {
     uint64_t reserved_pages;
     uint64_t stall_ns;          /* time that callers spent waiting in pin and pin_wait */
     uint64_t oldest_request_ns; /* age of the oldest request in flight; 0 if none */
+    uint32_t oldest_link;       /* its link; PAGERT_LINK_COUNT if none */
+    pagert_failure last_failure; /* of the last transfer that failed; result 0 if none did */
+    uint64_t last_failed_offset; /* in the flash file, where it was a flash transfer */
 } pagert_pump_state;
 void pagert_pump_get_state(pagert_pump *pump, pagert_pump_state *state);
 void pagert_pump_reset_counters(pagert_pump *pump);

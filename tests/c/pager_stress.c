@@ -36,7 +36,7 @@ typedef struct live_region {
     pagert_region region;
     uint32_t page_count;
     uint64_t size_bytes;
-    uint32_t hold_count;
+    uint32_t user_count; /* accesses of pins that were started */
 } live_region;
 
 typedef struct live_pin {
@@ -213,28 +213,6 @@ static void reserve(driver *d)
     d->region_count++;
 }
 
-static void release(driver *d)
-{
-    if (d->region_count == 0)
-        return;
-    uint32_t index = random_below(d, d->region_count);
-    live_region r = d->regions[index];
-    int code = pagert_release(d->pager, r.region);
-    if (r.hold_count > 0) {
-        REQUIRE(d, code == PAGERT_E_STATE);
-        return;
-    }
-    REQUIRE(d, code == 0);
-    REQUIRE(d, pagert_release(d->pager, r.region) == PAGERT_E_STALE);
-    /* Pins know regions by index: the last one moves into the gap. */
-    uint32_t last = --d->region_count;
-    d->regions[index] = d->regions[last];
-    for (uint32_t p = 0; p < PINS_MAX; p++)
-        for (uint32_t a = 0; d->pins[p].started && a < d->pins[p].pin.access_count; a++)
-            if (d->pins[p].regions[a] == last)
-                d->pins[p].regions[a] = index;
-}
-
 static void write_page(driver *d, uint32_t page, uint32_t frame)
 {
     uint64_t value = d->next_value++;
@@ -292,10 +270,66 @@ static void unpin(driver *d, live_pin *p)
     else
         mark_undefined(d, p);
     for (uint32_t i = 0; i < p->pin.access_count; i++)
-        d->regions[p->regions[i]].hold_count--;
+        d->regions[p->regions[i]].user_count--;
     REQUIRE(d, pagert_unpin(d->pager, &p->pin) == 0);
     REQUIRE(d, pagert_unpin(d->pager, &p->pin) == PAGERT_E_STATE);
     p->started = p->ready = 0;
+}
+
+static uint32_t started_pins(const driver *d)
+{
+    uint32_t count = 0;
+    for (uint32_t p = 0; p < PINS_MAX; p++)
+        count += d->pins[p].started != 0;
+    return count;
+}
+
+static int uses_region(const live_pin *p, uint32_t index)
+{
+    for (uint32_t i = 0; p->started && i < p->pin.access_count; i++)
+        if (p->regions[i] == index)
+            return 1;
+    return 0;
+}
+
+static void release(driver *d)
+{
+    if (d->region_count == 0)
+        return;
+    uint32_t index = random_below(d, d->region_count), last = d->region_count - 1;
+    live_region r = d->regions[index];
+    int code = pagert_release(d->pager, r.region);
+    if (code == PAGERT_E_STATE) {
+        REQUIRE(d, r.user_count > 0);
+        return;
+    }
+    REQUIRE(d, code == 0);
+    REQUIRE(d, pagert_release(d->pager, r.region) == PAGERT_E_STALE);
+    for (uint32_t p = 0; p < PINS_MAX; p++) {
+        /* Only a pin that still waits for its place holds nothing; it learns that the region is gone. */
+        if (uses_region(&d->pins[p], index)) {
+            REQUIRE(d, !d->pins[p].ready);
+            REQUIRE(d, pagert_pin_poll(d->pager, &d->pins[p].pin) == PAGERT_E_STALE);
+            unpin(d, &d->pins[p]);
+        }
+    }
+    /* Pins know regions by index: the last one moves into the gap. */
+    d->regions[index] = d->regions[last];
+    d->region_count--;
+    for (uint32_t p = 0; p < PINS_MAX; p++)
+        for (uint32_t i = 0; d->pins[p].started && i < d->pins[p].pin.access_count; i++)
+            if (d->pins[p].regions[i] == last)
+                d->pins[p].regions[i] = index;
+}
+
+/* Whether a pin may find no frames: fragmentation alone is no reason. */
+static int must_fail(const driver *d, const live_pin *p)
+{
+    const pagert_access *a = &p->accesses[0];
+    uint64_t end = a->offset_bytes + a->size_bytes;
+    uint64_t pages = (end - 1) / PAGE_BYTES - a->offset_bytes / PAGE_BYTES + 1;
+    int others = started_pins(d) > (p->started ? 1u : 0u);
+    return others || p->pin.access_count > 1 || pages > d->config.frame_count[PAGERT_DEVICE];
 }
 
 static void poll_pin(driver *d, live_pin *p)
@@ -307,8 +341,9 @@ static void poll_pin(driver *d, live_pin *p)
         p->ready = 1;
         use_pin(d, p, 1);
     } else if (code < 0) {
-        REQUIRE(d, code == PAGERT_E_TRANSFER || code == PAGERT_E_FULL);
+        REQUIRE(d, code == PAGERT_E_TRANSFER || code == PAGERT_E_FULL || code == PAGERT_E_FRAMES);
         REQUIRE(d, code != PAGERT_E_TRANSFER || d->failure_percent > 0);
+        REQUIRE(d, code != PAGERT_E_FRAMES || must_fail(d, p));
         unpin(d, p);
     } else {
         REQUIRE(d, code == 0);
@@ -326,24 +361,14 @@ static void random_range(driver *d, const live_region *r, uint64_t *offset_bytes
     *size_bytes = 1 + random_bits(d) % (r->size_bytes - *offset_bytes);
 }
 
-static uint32_t held_pins(const driver *d)
-{
-    uint32_t count = 0;
-    for (uint32_t p = 0; p < PINS_MAX; p++)
-        count += d->pins[p].started != 0;
-    return count;
-}
-
 static void pin(driver *d)
 {
     live_pin *p = &d->pins[random_below(d, PINS_MAX)];
     if (p->started || d->region_count == 0)
         return;
-    uint32_t alone = held_pins(d) == 0;
     memset(p, 0, sizeof *p);
     p->pin.accesses = p->accesses;
     p->pin.access_count = 1 + random_below(d, ACCESSES_MAX);
-    uint64_t pages = 0;
     for (uint32_t i = 0; i < p->pin.access_count; i++) {
         p->regions[i] = random_below(d, d->region_count);
         const live_region *r = &d->regions[p->regions[i]];
@@ -355,20 +380,17 @@ static void pin(driver *d)
             if (p->regions[j] == p->regions[i])
                 a->mode = p->accesses[j].mode = PAGERT_UPDATE;
         random_range(d, r, &a->offset_bytes, &a->size_bytes);
-        pages += (a->offset_bytes + a->size_bytes - 1) / PAGE_BYTES - a->offset_bytes / PAGE_BYTES + 1;
     }
     int code = pagert_pin_start(d->pager, &p->pin);
     if (code < 0) {
         REQUIRE(d, code == PAGERT_E_FRAMES || code == PAGERT_E_FULL);
-        /* Fragmentation alone never makes a pin fail. */
-        if (code == PAGERT_E_FRAMES && alone && p->pin.access_count == 1)
-            REQUIRE(d, pages > d->config.frame_count[PAGERT_DEVICE]);
+        REQUIRE(d, code != PAGERT_E_FRAMES || must_fail(d, p));
         REQUIRE(d, pagert_unpin(d->pager, &p->pin) == PAGERT_E_STATE);
         return;
     }
     REQUIRE(d, code <= 1);
     for (uint32_t i = 0; i < p->pin.access_count; i++)
-        d->regions[p->regions[i]].hold_count++;
+        d->regions[p->regions[i]].user_count++;
     p->started = 1;
     p->ready = code;
     if (code == 1)
@@ -392,14 +414,21 @@ static void range_call(driver *d)
     for (uint32_t tier = 0; tier < PAGERT_TIER_COUNT; tier++)
         sum += residency.pages[tier];
     REQUIRE(d, sum == last - first + 1);
-    if (chance(d, 50)) {
-        int64_t left = pagert_evict(d->pager, r->region, offset_bytes, size_bytes);
-        REQUIRE(d, left >= 0 || left == PAGERT_E_STATE || left == PAGERT_E_FULL);
-        REQUIRE(d, left != PAGERT_E_STATE || r->hold_count > 0);
-    } else if (chance(d, 10)) {
-        pagert_failure failure;
+    pagert_failure failure;
+    uint32_t call = random_below(d, 10);
+    if (call < 4) {
+        int64_t left = pagert_evict(d->pager, r->region, offset_bytes, size_bytes, &failure);
+        REQUIRE(d, left >= 0 || left == PAGERT_E_STATE || left == PAGERT_E_FULL || left == PAGERT_E_TRANSFER);
+        REQUIRE(d, left != PAGERT_E_STATE || r->user_count > 0);
+        REQUIRE(d, left != PAGERT_E_TRANSFER || d->failure_percent > 0);
+        REQUIRE(d, left <= (int64_t)(last - first + 1));
+    } else if (call < 8) {
+        int code = pagert_prefetch(d->pager, r->region, offset_bytes, size_bytes);
+        REQUIRE(d, code == 0 || code == 1 || code == PAGERT_E_FRAMES || code == PAGERT_E_FULL);
+    } else if (call == 8) {
         int64_t left = pagert_flush(d->pager, &failure);
         REQUIRE(d, left >= 0 || left == PAGERT_E_FULL || left == PAGERT_E_TRANSFER);
+        REQUIRE(d, left != PAGERT_E_TRANSFER || d->failure_percent > 0);
     }
 }
 
@@ -444,19 +473,25 @@ static void random_step(driver *d)
     verify_state(d);
 }
 
-/* Once nothing is in flight and nothing can start, no pin may be waiting any more. */
+/* Once nothing is in flight and nothing can start, no pin may be waiting any more, except for another one
+ * that was polled just now. */
 static void require_progress(driver *d)
 {
+    uint32_t idle = 0;
     for (uint32_t attempt = 0; attempt < 1000; attempt++) {
         settle(d, d->failure_percent);
-        uint32_t pending = 0;
+        uint32_t pending = 0, ended = 0;
         for (uint32_t p = 0; p < PINS_MAX; p++) {
+            int waited = d->pins[p].started && !d->pins[p].ready;
             poll_pin(d, &d->pins[p]);
-            pending += d->pins[p].started && !d->pins[p].ready;
+            int waits = d->pins[p].started && !d->pins[p].ready;
+            pending += waits;
+            ended += waited && !waits;
         }
         if (pending == 0)
             return;
-        if (!start_transfer(d, all_links))
+        idle = start_transfer(d, all_links) || ended > 0 ? 0 : idle + 1;
+        if (idle > 1)
             break;
     }
     fail(d, "a pin waits and nothing is in flight", __LINE__);

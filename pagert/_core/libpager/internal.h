@@ -136,6 +136,7 @@ struct pagert_pager {
     uint32_t vacating;         /* device frames of leaving pages, promised to nobody */
     uint32_t moving;           /* pages with PAGE_MOVING */
     uint32_t held_frames;      /* device frames of held pages */
+    pagert_pin *repacker;      /* the waiting pin that repack.c works for, or NULL */
     uint32_t in_flight;        /* transfers handed out */
     uint32_t reclaim_cursor;   /* device frame where the search for a spare flash copy goes on */
     bool flushing;             /* a flush goes on: host copies of dirty pages go to flash, not away */

@@ -37,6 +37,17 @@ static void let_go(pagert_pager *pager, uint32_t index)
     page_relist(pager, index);
 }
 
+/* Like let_go(), for a pin that never became ready: what it meant to overwrite, others may have to read. */
+static void give_up(pagert_pager *pager, uint32_t index)
+{
+    page *p = &pager->pages[index];
+    if (p->holds > 1 && has(p, PAGE_OVERWRITE)) {
+        clear_flag(p, PAGE_OVERWRITE);
+        page_advance(pager, index);
+    }
+    let_go(pager, index);
+}
+
 typedef void visit(pagert_pager *pager, uint32_t index);
 
 static void for_each_page(pagert_pager *pager, const pagert_pin *pin, visit *action)
@@ -85,6 +96,7 @@ static void find_spans(pagert_pin *pin)
         pagert_access *a = &pin->accesses[k];
         a->span_first = a->first_page;
         a->span_count = a->page_count;
+        a->span_shared = 0;
         for (uint32_t j = 0; j < k; j++) {
             pagert_access *b = &pin->accesses[j];
             if (b->span_count == 0 || b->span_first >= a->span_first + a->span_count ||
@@ -95,6 +107,7 @@ static void find_spans(pagert_pin *pin)
             if (b->span_first < a->span_first)
                 a->span_first = b->span_first;
             a->span_count = end - a->span_first;
+            a->span_shared = 1;
             b->span_count = 0;
             j = UINT32_MAX; /* it grew: look at all of them again */
         }
@@ -161,12 +174,16 @@ static int place_spans(pagert_pager *pager, pagert_pin *pin)
     return outcome;
 }
 
-/* From a quiet state: see repack.c. */
+/* From a quiet state: see repack.c. One pin at a time, or two would undo each other's rounds. */
 static int repack(pagert_pager *pager, pagert_pin *pin)
 {
-    if (!is_quiet(pager))
+    if (pager->repacker == NULL)
+        pager->repacker = pin;
+    if (pager->repacker != pin)
         return PLACE_BUSY;
-    int outcome = repack_round(pager, pin);
+    int outcome = PLACE_BUSY;
+    while (outcome == PLACE_BUSY && is_quiet(pager)) /* a round of clean evictions leaves it quiet */
+        outcome = repack_round(pager, pin);
     if (outcome == PLACE_DONE) {
         count_uses(pager, pin);
         for_each_page(pager, pin, hold);
@@ -185,6 +202,7 @@ static int place(pagert_pager *pager, pagert_pin *pin)
     else {
         pin->accesses[0].span_first = pin->accesses[0].first_page;
         pin->accesses[0].span_count = pin->accesses[0].page_count;
+        pin->accesses[0].span_shared = 0;
     }
     if (resident) {
         count_uses(pager, pin);
@@ -223,7 +241,9 @@ static bool is_ready(const pagert_pager *pager, const pagert_access *access, uin
         return false;
     if (access->mode != PAGERT_READ && has(p, PAGE_IN_FLIGHT)) /* a copy is being read or written */
         return false;
-    return p->copy[PAGERT_DEVICE] == COPY_VALID || (has(p, PAGE_OVERWRITE) && device_owns(pager, index));
+    if (has(p, PAGE_OVERWRITE)) /* for the pin that overwrites; others wait until that has begun */
+        return device_owns(pager, index) && access_overwrites(pager, access, index);
+    return p->copy[PAGERT_DEVICE] == COPY_VALID;
 }
 
 /* Every page was ready when the cursor passed it. Writers look again, then drop the other copies. */
@@ -277,10 +297,18 @@ int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
             if (code < 0)
                 return refuse(pin, code);
         }
-        int outcome = place(pager, pin);
-        lower_grant_host(pager);
+        int outcome;
+        bool again;
+        do {
+            outcome = place(pager, pin);
+            bool quiet = is_quiet(pager);
+            lower_grant_host(pager); /* if that ends all that was going on, nobody will call again */
+            again = outcome == PLACE_BUSY && !quiet && is_quiet(pager);
+        } while (again);
         if (outcome == PLACE_BUSY)
             return 0;
+        if (pager->repacker == pin)
+            pager->repacker = NULL;
         if (outcome < 0)
             return refuse(pin, outcome == PLACE_BLOCKED ? PAGERT_E_FRAMES : outcome);
         pin->state = PIN_PLACED;
@@ -326,9 +354,13 @@ int pagert_unpin(pagert_pager *pager, pagert_pin *pin)
 {
     if (pin->state == PIN_NEW || pin->state == PIN_RELEASED)
         return PAGERT_E_STATE;
-    if (pin->state == PIN_PLACED || pin->state == PIN_READY || pin->state == PIN_FAILED)
+    if (pin->state == PIN_READY)
         for_each_page(pager, pin, let_go);
+    else if (pin->state == PIN_PLACED || pin->state == PIN_FAILED)
+        for_each_page(pager, pin, give_up);
     pin->state = PIN_RELEASED;
+    if (pager->repacker == pin)
+        pager->repacker = NULL;
     lower_grant_host(pager);
     PAGERT_ASSERT_SLOW(pager);
     return 0;

@@ -255,7 +255,7 @@ int place_window(pagert_pager *pager, const pagert_access *access)
             device_start_move(pager, index, frame);
         else
             device_assign(pager, index, frame,
-                          access->page_count == s.count && access_overwrites(pager, access, index));
+                          !access->span_shared && access_overwrites(pager, access, index));
     }
     return PLACE_DONE;
 }

@@ -44,21 +44,28 @@ static uint32_t held_end(const pagert_pager *pager, const pagert_access *access,
     return 0;
 }
 
-/* Where a page of the span that another pin holds forces the span to lie; NONE if nowhere. */
-static uint32_t forced_base(const pagert_pager *pager, const pagert_access *access)
+/* Pages of the span that other pins hold force it to lie around them; NONE if none does. False: they lie in
+ * different windows, so that no place exists. */
+static bool find_forced_base(const pagert_pager *pager, const pagert_access *access, uint32_t *base)
 {
+    *base = NONE;
     for (uint32_t i = 0; i < access->span_count; i++) {
         const page *p = &pager->pages[access->span_first + i];
-        if (p->holds > 0 && p->copy[PAGERT_DEVICE] != COPY_NONE)
-            return p->frame[PAGERT_DEVICE] - i;
+        if (p->holds == 0 || p->copy[PAGERT_DEVICE] == COPY_NONE)
+            continue;
+        if (p->frame[PAGERT_DEVICE] < i || (*base != NONE && *base != p->frame[PAGERT_DEVICE] - i))
+            return false;
+        *base = p->frame[PAGERT_DEVICE] - i;
     }
-    return NONE;
+    return true;
 }
 
 static bool lay(const pagert_pager *pager, const pagert_pin *pin, pagert_access *access)
 {
     uint32_t frame_count = pager->config.frame_count[PAGERT_DEVICE];
-    uint32_t forced = forced_base(pager, access);
+    uint32_t forced;
+    if (!find_forced_base(pager, access, &forced))
+        return false;
     for (uint32_t base = forced != NONE ? forced : 0; (uint64_t)base + access->span_count <= frame_count;) {
         uint32_t next = held_end(pager, access, base);
         if (next == 0)
@@ -86,7 +93,8 @@ static bool lay_all(const pagert_pager *pager, pagert_pin *pin)
             pagert_access *a = &pin->accesses[i];
             if (!is_span(a) || a->device_bytes != UINT64_MAX)
                 continue;
-            bool forced = forced_base(pager, a) != NONE;
+            uint32_t base;
+            bool forced = !find_forced_base(pager, a, &base) || base != NONE;
             if (next == NULL || (forced && !next_forced) ||
                 (forced == next_forced && a->span_count > next->span_count)) {
                 next = a;
@@ -183,7 +191,7 @@ int repack_round(pagert_pager *pager, pagert_pin *pin)
             uint32_t index = a->span_first + i;
             if (pager->pages[index].copy[PAGERT_DEVICE] == COPY_NONE)
                 device_assign(pager, index, base_of(a) + i,
-                              a->page_count == a->span_count && access_overwrites(pager, a, index));
+                              !a->span_shared && access_overwrites(pager, a, index));
         }
     }
     return PLACE_DONE;

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+# Mirrors include/pagert/pager.h: same names, same order.
+
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+cdef extern from "pagert/pager.h" nogil:
+    const uint32_t PAGERT_NONE
+
+    enum:
+        PAGERT_E_ARGUMENT
+        PAGERT_E_STALE
+        PAGERT_E_PAGES
+        PAGERT_E_FRAMES
+        PAGERT_E_FULL
+        PAGERT_E_STATE
+        PAGERT_E_TRANSFER
+
+    enum:
+        PAGERT_DEVICE
+        PAGERT_HOST
+        PAGERT_FLASH
+        PAGERT_TIER_COUNT
+
+    enum:
+        PAGERT_READ
+        PAGERT_UPDATE
+        PAGERT_OVERWRITE
+
+    enum:
+        PAGERT_FILL
+        PAGERT_MOVE
+        PAGERT_HOST_TO_DEVICE
+        PAGERT_FLASH_TO_DEVICE
+        PAGERT_FLASH_TO_HOST
+        PAGERT_DEVICE_TO_HOST
+        PAGERT_DEVICE_TO_FLASH
+        PAGERT_HOST_TO_FLASH
+        PAGERT_LINK_COUNT
+
+    ctypedef struct pagert_pager:
+        pass
+    ctypedef struct pagert_policy:
+        pass
+
+    const pagert_policy *pagert_policy_lru()
+
+    ctypedef struct pagert_config:
+        uint64_t page_bytes
+        uint32_t page_count
+        uint32_t frame_count[3]
+        uint32_t transfer_pages_max
+        const pagert_policy *policy
+
+    uint64_t pagert_memory_bytes(const pagert_config *config)
+
+    int pagert_init(const pagert_config *config, void *memory, uint64_t memory_bytes,
+                    pagert_pager **pager)
+
+    ctypedef struct pagert_region:
+        uint32_t first_page
+        uint32_t generation
+
+    int pagert_reserve(pagert_pager *pager, uint64_t size_bytes, pagert_region *region)
+
+    int pagert_release(pagert_pager *pager, pagert_region region)
+
+    ctypedef struct pagert_access:
+        pagert_region region
+        uint64_t offset_bytes
+        uint64_t size_bytes
+        uint32_t mode
+        uint32_t first_page
+        uint32_t page_count
+        uint64_t device_bytes
+        uint32_t span_first
+        uint32_t span_count
+        uint32_t span_shared
+
+    ctypedef struct pagert_failure:
+        uint32_t page
+        uint32_t link
+        int32_t result
+
+    ctypedef struct pagert_pin:
+        pagert_access *accesses
+        uint32_t access_count
+        uint32_t state
+        uint32_t access_cursor
+        uint32_t page_cursor
+        pagert_failure failure
+        uint64_t frames_needed
+        uint64_t frames_unheld
+
+    int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
+
+    int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
+
+    int pagert_unpin(pagert_pager *pager, pagert_pin *pin)
+
+    int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
+                        uint64_t size_bytes)
+
+    int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
+                         uint64_t size_bytes, pagert_failure *failure)
+
+    int64_t pagert_flush(pagert_pager *pager, pagert_failure *failure)
+
+    ctypedef struct pagert_transfer:
+        uint32_t link
+        uint32_t first_page
+        uint32_t page_count
+        uint32_t source_frame
+        uint32_t target_frame
+
+    int pagert_next_transfer(pagert_pager *pager, uint32_t link_mask, pagert_transfer *transfer)
+
+    int pagert_complete(pagert_pager *pager, const pagert_transfer *transfer, int32_t result)
+
+    ctypedef struct pagert_residency:
+        uint64_t zero
+        uint64_t pages[3]
+
+    int pagert_locate(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
+                      uint64_t size_bytes, pagert_residency *residency)
+
+    ctypedef struct pagert_counters:
+        uint64_t hits
+        uint64_t faults
+        uint64_t evictions
+        uint64_t prefetches
+        uint64_t transferred[8]
+        uint64_t transfers[8]
+        uint64_t failed_transfers
+
+    ctypedef struct pagert_usage:
+        uint32_t capacity_frames
+        uint32_t used_frames
+        uint32_t peak_frames
+
+    void pagert_get_counters(const pagert_pager *pager, pagert_counters *counters)
+    void pagert_get_usage(const pagert_pager *pager, uint32_t tier, pagert_usage *usage)
+    uint32_t pagert_held_frames(const pagert_pager *pager)
+    uint64_t pagert_reserved_pages(const pagert_pager *pager)
+    uint32_t pagert_in_flight(const pagert_pager *pager)
+    void pagert_reset_counters(pagert_pager *pager)
+
+    enum:
+        PAGERT_PAGE_ZERO
+        PAGERT_PAGE_ABSENT
+        PAGERT_PAGE_FETCHING
+        PAGERT_PAGE_RESIDENT
+        PAGERT_PAGE_WRITING_BACK
+        PAGERT_PAGE_FREE
+
+    ctypedef struct pagert_page_info:
+        uint32_t state
+        uint32_t frame[3]
+        uint32_t holds
+        uint32_t dirty
+
+    int pagert_page(const pagert_pager *pager, uint32_t page, pagert_page_info *info)
+
+    int pagert_check(const pagert_pager *pager)

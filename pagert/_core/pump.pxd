@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+# Mirrors include/pagert/pump.h: same names, same order. Then the classes that own its handles.
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from pagert._core.flash cimport CopyEngine, FlashFile, pagert_engine
+from pagert._core.pager cimport (
+    PAGERT_LINK_COUNT, PAGERT_TIER_COUNT, pagert_access, pagert_config, pagert_counters, pagert_failure,
+    pagert_pin, pagert_region, pagert_residency, pagert_usage,
+)
+
+cdef extern from "pagert/pump.h" nogil:
+    ctypedef struct pagert_pump:
+        pass
+
+    ctypedef struct pagert_pump_options:
+        pagert_config config
+        void *device_arena
+        void *host_arena
+        pagert_engine memory
+        pagert_engine flash
+        uint32_t memory_depth
+        uint32_t flash_depth
+
+    int pagert_pump_open(const pagert_pump_options *options, pagert_pump **pump)
+    int pagert_pump_close(pagert_pump *pump, uint64_t timeout_ns)
+
+    int pagert_pump_reserve(pagert_pump *pump, uint64_t size_bytes, pagert_region *region)
+    int pagert_pump_release(pagert_pump *pump, pagert_region region)
+
+    ctypedef struct pagert_release_node:
+        pagert_region region
+        pagert_pin *pin
+        pagert_release_node *next
+    void pagert_pump_release_later(pagert_pump *pump, pagert_release_node *node)
+
+    int pagert_pump_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
+    int pagert_pump_pin_wait(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
+    int pagert_pump_unpin(pagert_pump *pump, pagert_pin *pin)
+    void pagert_pump_wait_change(pagert_pump *pump, uint64_t timeout_ns)
+
+    int pagert_pump_prefetch(pagert_pump *pump, pagert_region region, uint64_t offset_bytes,
+                             uint64_t size_bytes)
+    int pagert_pump_evict(pagert_pump *pump, pagert_region region, uint64_t offset_bytes,
+                          uint64_t size_bytes, uint64_t timeout_ns, pagert_failure *failure)
+    int pagert_pump_flush(pagert_pump *pump, uint64_t timeout_ns, pagert_failure *failure)
+    int pagert_pump_locate(pagert_pump *pump, pagert_region region, uint64_t offset_bytes,
+                           uint64_t size_bytes, pagert_residency *residency)
+
+    ctypedef struct pagert_pump_state:
+        pagert_counters counters
+        pagert_usage usage[PAGERT_TIER_COUNT]
+        uint32_t held_frames
+        uint32_t in_flight
+        uint64_t reserved_pages
+        uint64_t stall_ns
+        uint64_t oldest_request_ns
+        uint32_t oldest_link
+        pagert_failure last_failure
+        uint64_t last_failed_offset
+    void pagert_pump_get_state(pagert_pump *pump, pagert_pump_state *state)
+    void pagert_pump_reset_counters(pagert_pump *pump)
+    int pagert_pump_check(pagert_pump *pump)
+
+
+# A pin with what the pump's owner needs beside it; `pin` comes first, so that both share an address.
+cdef struct held_pin:
+    pagert_pin pin
+    unsigned long thread
+    held_pin *older
+    held_pin *younger
+    pagert_access accesses[1]   # as many as the pin has
+
+
+cdef class Arena:
+    cdef void *mapping          # owned
+    cdef size_t mapping_bytes
+    cdef readonly unsigned long long address
+    cdef readonly size_t size_bytes
+
+cdef class Pump:
+    cdef pagert_pump *handle    # owned; NULL once closed
+    cdef readonly Arena arena
+    cdef Arena host_arena
+    cdef CopyEngine copy_engine
+    cdef FlashFile flash        # owned, may be None
+    cdef readonly uint64_t page_bytes
+    cdef uint32_t device_frames
+    cdef double warn_seconds, deadline_seconds
+    cdef int calls              # under way in some thread: close() waits for them
+    cdef bint closing
+    cdef unsigned long process  # count of forks when it was opened
+    cdef held_pin *pins         # pins that are held, the youngest first
+
+    cdef int enter(self) except -1
+    cdef bint others_hold(self) noexcept
+    cdef int wait(self, str what, double *started, bint *warned) except -1
+    cdef int hold(self, held_pin *held) except -1
+    cdef int refuse(self, int code, const pagert_pin *pin, const pagert_failure *failure) except -1
+
+cdef class Region:
+    cdef pagert_region handle
+    cdef pagert_release_node *node   # owned until it is given to the pump
+    cdef readonly Pump pump
+    cdef readonly uint64_t size_bytes
+
+cdef class Pin:
+    cdef held_pin *held              # owned; NULL once released
+    cdef pagert_release_node *node   # for a pin that is collected without release()
+    cdef Pump pump
+    cdef list regions                # alive while held
+    cdef readonly tuple device_bytes
+
+    cpdef release(self)
