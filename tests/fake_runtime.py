@@ -262,6 +262,10 @@ class FakeRuntime:
     def close(self) -> None:
         self.pump.closed = True
 
+    def _check_open(self, what: str) -> None:
+        if self.closed:
+            raise PagerClosed(f"{what}: the pager is closed")
+
     def __enter__(self):
         return self
 

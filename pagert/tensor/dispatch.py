@@ -57,8 +57,10 @@ def run_dense(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], opti
         write = UPDATE
         if plan.overwrites is not None and plan.overwrites(arguments, options):
             write = OVERWRITE
+        unscaled = plan.gradients if options.get("grad_scale") is None else None
         for position, value in enumerate(arguments):
-            operands.collect(value, write if position in written else READ)
+            reads = position not in written or position == unscaled
+            operands.collect(value, READ if reads else write)
         for name, value in options.items():
             operands.collect(value, write if name in written else READ)
     operands.pin()

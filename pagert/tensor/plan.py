@@ -37,7 +37,7 @@ class Plan:
     """What is known of one operator. Immutable once `route` is set by the dispatch."""
 
     __slots__ = (
-        "argument_names", "kind", "list_names", "name", "op", "outs", "overwrites", "reason", "route",
+        "argument_names", "gradients", "kind", "list_names", "name", "op", "outs", "overwrites", "reason", "route",
         "whole", "written",
     )  # fmt: skip
 
@@ -46,6 +46,7 @@ class Plan:
     kind: Kind
     argument_names: tuple[str, ...]
     written: frozenset[int | str]  # arguments that the operator writes, by position and by name
+    gradients: int | None  # the argument that an optimizer's kernel writes only to unscale it
     outs: tuple[str, ...]  # keyword-only arguments that are written and returned: out=
     overwrites: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None
     list_names: tuple[str, ...]  # arguments that hold one element for each index of a list operator
@@ -95,7 +96,8 @@ def _fill_overwrites(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], Mapp
         value = arguments[1] if len(arguments) > 1 else options.get("value")
         if isinstance(value, torch.Tensor):
             return False
-        op(torch.empty((), dtype=arguments[0].dtype), value)  # raises what the real call would raise
+        # Raises what the real call would raise. One element would take a way without checks.
+        op(torch.empty(2, dtype=arguments[0].dtype), value)
         return True
 
     return overwrites
@@ -188,6 +190,9 @@ def analyse(op: torch._ops.OpOverload) -> Plan:
     plan.written = frozenset(written)
     plan.outs = tuple(argument.name for argument in schema.arguments
                       if argument.kwarg_only and argument.name in written)
+    plan.gradients = None
+    if base.startswith("_fused_") and "grads" in plan.argument_names:
+        plan.gradients = plan.argument_names.index("grads")
     plan.kind = _kind(op, base, plan.outs)
     plan.overwrites = _overwrites(op, base) if op.namespace == "aten" else None
     plan.list_names = ()
