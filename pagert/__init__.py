@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
 if sys.platform != "linux":
     raise ImportError(
@@ -28,6 +29,10 @@ from pagert.errors import (
 )
 from pagert.stats import Stats, TierStats
 
+if TYPE_CHECKING:
+    from pagert.pager import Pager
+    from pagert.tensor import PagedTensor
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -36,6 +41,8 @@ __all__ = [
     "ConfigurationTypeError",
     "ForeignTensor",
     "OutOfFrames",
+    "PagedTensor",
+    "Pager",
     "PagerClosed",
     "PagertError",
     "Stats",
@@ -64,3 +71,16 @@ def get_include() -> str:
     return (
         installed if os.path.isdir(installed) else os.path.join(os.path.dirname(package), "include")
     )
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded at first use: `pagert.get_include()` and the settings need no extension modules.
+    if name == "Pager":
+        from pagert.pager import Pager
+
+        return Pager
+    if name == "PagedTensor":
+        from pagert.tensor import PagedTensor
+
+        return PagedTensor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

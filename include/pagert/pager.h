@@ -133,7 +133,8 @@ int pagert_pin_start(pagert_pager *pager, pagert_pin *pin);
 /* 1: ready. 0: still pending. Negative: the pin failed; pagert_unpin() it. Amortised O(pages).
  * A pin that is pending because pages it needs are in a transfer holds nothing yet: other pins may come
  * first, and its poll may still end in any error of pagert_pin_start(). A pin that becomes ready may be what
- * others wait for (to read what it overwrites): poll those again. */
+ * others wait for (to read what it overwrites): poll those again; likewise all that are pending when a poll
+ * leaves the pager idle, since it may have withdrawn what they waited for. */
 int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin);
 
 /* Let go of a pin that was started: ready, pending or failed. Pages that were still being fetched stay
@@ -199,6 +200,7 @@ void pagert_get_usage(const pagert_pager *pager, uint32_t tier, pagert_usage *us
 uint32_t pagert_held_frames(const pagert_pager *pager);     /* device frames that pins hold */
 uint64_t pagert_reserved_pages(const pagert_pager *pager);  /* virtual pages of live regions */
 uint32_t pagert_in_flight(const pagert_pager *pager);       /* transfers handed out, not completed */
+int pagert_is_idle(const pagert_pager *pager);              /* 1: nothing in flight, and nothing wants to be */
 void pagert_reset_counters(pagert_pager *pager);            /* peaks fall to what is used now */
 
 /* One page as the page table has it; for tests, traces and messages. */

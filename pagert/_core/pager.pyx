@@ -180,6 +180,12 @@ cdef int64_t check(int64_t code) except? -1:
     return code
 
 
+cdef int64_t check_failure(int64_t code, const pagert_failure *failure) except? -1:
+    if code == PAGERT_E_TRANSFER or code == PAGERT_E_FULL:
+        raise CoreError(code, Failure(failure.page, failure.link, failure.result))
+    return check(code)
+
+
 cdef const pagert_policy *_policy(str name) except NULL:
     if name == "lru":
         return pagert_policy_lru()
@@ -259,27 +265,22 @@ cdef class Core:
         """Start a pin of (region, offset_bytes, size_bytes, mode) ranges; see `CorePin.ready`."""
         return CorePin(self, accesses)
 
+    def prefetch(self, region, offset_bytes, size_bytes):
+        """Start the fetch of a range; whether all of it is resident or on its way."""
+        return bool(check(pagert_prefetch(self._pager, _region(region), offset_bytes, size_bytes)))
+
     def evict(self, region, offset_bytes, size_bytes):
         """Start eviction of a range; how many of its pages are still on the device."""
         cdef pagert_failure failure
         memset(&failure, 0, sizeof(failure))
-        cdef int64_t code = pagert_evict(self._pager, _region(region), offset_bytes, size_bytes, &failure)
-        if code == PAGERT_E_TRANSFER or code == PAGERT_E_FULL:
-            raise CoreError(code, Failure(failure.page, failure.link, failure.result))
-        return check(code)
-
-    def prefetch(self, region, offset_bytes, size_bytes):
-        """Start the fetch of a range without holding it; whether there was room."""
-        return bool(check(pagert_prefetch(self._pager, _region(region), offset_bytes, size_bytes)))
+        return check_failure(pagert_evict(self._pager, _region(region), offset_bytes, size_bytes,
+                                          &failure), &failure)
 
     def flush(self):
         """Start writeback of dirty unheld pages; how many there still are."""
         cdef pagert_failure failure
         memset(&failure, 0, sizeof(failure))
-        cdef int64_t code = pagert_flush(self._pager, &failure)
-        if code == PAGERT_E_TRANSFER or code == PAGERT_E_FULL:
-            raise CoreError(code, Failure(failure.page, failure.link, failure.result))
-        return check(code)
+        return check_failure(pagert_flush(self._pager, &failure), &failure)
 
     def next_transfer(self, uint32_t link_mask=(1 << PAGERT_LINK_COUNT) - 1):
         """Take the next transfer on one of the links of `link_mask`, or None."""
@@ -385,14 +386,11 @@ cdef class CorePin:
             pagert_unpin(self._core._pager, &self._pin)
         free(self._pin.accesses)
 
-    cdef int _raise(self, int code) except -1:
-        failure = None
-        if code == PAGERT_E_TRANSFER or code == PAGERT_E_FULL:
-            failure = Failure(self._pin.failure.page, self._pin.failure.link,
-                              self._pin.failure.result)
+    cdef int _raise(self, int code) except? -1:
         if code == PAGERT_E_FRAMES:
-            raise CoreError(code, failure, self._pin.frames_needed, self._pin.frames_unheld)
-        raise CoreError(code, failure)
+            raise CoreError(code, None, self._pin.frames_needed, self._pin.frames_unheld)
+        check_failure(code, &self._pin.failure)
+        return 0
 
     def poll(self):
         """Whether every access is resident. Raises `CoreError` if the pin failed."""

@@ -474,9 +474,10 @@ static void random_step(driver *d)
 }
 
 /* Once nothing is in flight and nothing can start, no pin may be waiting any more, except for another one
- * that became ready just now. */
+ * that was polled just now. */
 static void require_progress(driver *d)
 {
+    uint32_t idle = 0;
     for (uint32_t attempt = 0; attempt < 1000; attempt++) {
         settle(d, d->failure_percent);
         uint32_t pending = 0, ended = 0;
@@ -489,7 +490,8 @@ static void require_progress(driver *d)
         }
         if (pending == 0)
             return;
-        if (!start_transfer(d, all_links) && ended == 0)
+        idle = start_transfer(d, all_links) || ended > 0 ? 0 : idle + 1;
+        if (idle > 1)
             break;
     }
     fail(d, "a pin waits and nothing is in flight", __LINE__);

@@ -242,6 +242,7 @@ void pagert_get_usage(const pagert_pager *pager, uint32_t tier, pagert_usage *us
 uint32_t pagert_held_frames(const pagert_pager *pager) { return pager->held_frames; }
 uint64_t pagert_reserved_pages(const pagert_pager *pager) { return pager->reserved_pages; }
 uint32_t pagert_in_flight(const pagert_pager *pager) { return pager->in_flight; }
+int pagert_is_idle(const pagert_pager *pager) { return is_quiet(pager); }
 
 void pagert_reset_counters(pagert_pager *pager)
 {

@@ -38,6 +38,15 @@ static void wake_thread(pagert_pump *pump)
     }
 }
 
+/* Something happened that a waiting pin may have waited for. */
+static void tell_waiters(pagert_pump *pump)
+{
+    if (pump->waiters > 0) {
+        wake_thread(pump);
+        pthread_cond_broadcast(&pump->changed);
+    }
+}
+
 /* True if `changed` was signalled, false if the deadline passed. */
 static bool wait_changed(pagert_pump *pump, uint64_t deadline_ns)
 {
@@ -227,6 +236,8 @@ static int wait_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
     uint64_t start_ns = pump_now_ns(), deadline_ns = deadline_after(timeout_ns);
     int outcome;
     for (;;) {
+        if (pagert_is_idle(pump->core)) /* nothing will complete: another waiting pin has to go first */
+            tell_waiters(pump);
         wake_thread(pump);
         if (!wait_changed(pump, deadline_ns)) {
             outcome = pagert_pin_poll(pump->core, pin);
@@ -248,8 +259,8 @@ static int settle_pin(pagert_pump *pump, pagert_pin *pin, int outcome)
         pagert_unpin(pump->core, pin);
         wake_thread(pump);
     }
-    if (outcome != 0 && pump->waiters > 0)
-        pthread_cond_broadcast(&pump->changed);
+    if (outcome != 0)
+        tell_waiters(pump);
     return outcome;
 }
 
@@ -259,8 +270,8 @@ int pagert_pump_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
     int outcome = pagert_pin_start(pump->core, pin);
     if (outcome == 0)
         outcome = settle_pin(pump, pin, wait_pin(pump, pin, timeout_ns));
-    else if (outcome == 1 && pump->waiters > 0)
-        pthread_cond_broadcast(&pump->changed);
+    else if (outcome == 1)
+        tell_waiters(pump);
     unlock_core(pump);
     return outcome;
 }
@@ -282,10 +293,7 @@ int pagert_pump_unpin(pagert_pump *pump, pagert_pin *pin)
     int code = pagert_unpin(pump->core, pin);
     if (pump->held_back != NULL)
         retry_held_back(pump);
-    if (pump->waiters > 0) {
-        wake_thread(pump);
-        pthread_cond_broadcast(&pump->changed);
-    }
+    tell_waiters(pump);
     unlock_core(pump);
     return code;
 }

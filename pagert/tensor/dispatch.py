@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of an operator on paged tensors: its plan is looked up, the plan's route runs it.
+
+Autograd, autocast, vmap and the decomposition of composite operators happen above; what arrives here is
+what a kernel would get.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagert._core.pump import OVERWRITE, READ, UPDATE
+from pagert.errors import UnsupportedOperator
+
+from . import factories, lists, views
+from .geometry import byte_range, describe
+from .operands import Operands
+from .plan import Kind, Plan, analyse
+
+if TYPE_CHECKING:
+    from .paged_tensor import PagedTensor
+
+__all__ = ["dispatch", "run_dense"]
+
+
+def dispatch(cls: type[PagedTensor], op: torch._ops.OpOverload, arguments: Sequence[Any],
+             options: Mapping[str, Any]) -> Any:
+    """Run `op`, of which at least one argument is paged."""
+    plan = plan_of(op)
+    return plan.route(cls, plan, arguments, options)
+
+
+@functools.cache
+def plan_of(op: torch._ops.OpOverload) -> Plan:
+    """Return the plan of an operator, with its route."""
+    plan = analyse(op)
+    plan.route = _ROUTES[plan.kind]
+    return plan
+
+
+def run_dense(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Pin every paged operand, run the operator on dense views, let go."""
+    operands = Operands(cls, plan.name)
+    written = plan.written
+    if not written:
+        for value in arguments:
+            operands.collect(value, READ)
+        for value in options.values():
+            operands.collect(value, READ)
+    else:
+        write = UPDATE
+        if plan.overwrites is not None and plan.overwrites(arguments, options):
+            write = OVERWRITE
+        for position, value in enumerate(arguments):
+            operands.collect(value, write if position in written else READ)
+        for name, value in options.items():
+            operands.collect(value, write if name in written else READ)
+    operands.pin()
+    try:
+        result = plan.op(*[operands.dense(value) for value in arguments],
+                         **{name: operands.dense(value) for name, value in options.items()})
+        return operands.leave(result)
+    finally:
+        operands.release()
+
+
+def run_out(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Run an operator with out= tensors. Their old bytes are kept until the kernel has accepted the call."""
+    operands = Operands(cls, plan.name)
+    for value in arguments:
+        operands.collect(value, READ)
+    outs = []
+    for name, value in options.items():
+        if name in plan.outs and type(value) is cls:
+            outs.append(value)
+            operands.add(value, UPDATE, guarded=True)
+        else:
+            operands.collect(value, UPDATE if name in plan.written else READ)
+    with operands:
+        try:
+            result = plan.op(*[operands.dense(value) for value in arguments],
+                             **{name: operands.dense(value) for name, value in options.items()})
+        except RuntimeError as error:
+            if "not resizable" not in str(error):
+                raise
+            given = ", ".join(describe(out) for out in outs)
+            raise UnsupportedOperator(f"{plan.name}: out= is paged ({given}) and the result is larger; a region has a "
+                                      "fixed size: give an out= of the result's shape") from error
+        for out in outs:
+            _follow(cls, out, operands.dense(out))
+        return operands.leave(result)
+
+
+def _follow(cls: type[PagedTensor], out: PagedTensor, dense: torch.Tensor) -> None:
+    """Give `out` the shape that the operator gave its dense view."""
+    if out.shape == dense.shape and out.stride() == dense.stride():
+        return
+    if byte_range(out)[1] == 0:
+        out._rebind(cls._page(out._runtime, dense))
+        return
+    with torch._C._DisableTorchDispatch():
+        torch.ops.aten.as_strided_.default(out, dense.size(), dense.stride(), out.storage_offset())
+
+
+def refuse(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Raise with the operator's name."""
+    raise UnsupportedOperator(f"{plan.name} cannot run on paged tensors: {plan.reason}")
+
+
+_ROUTES = {
+    Kind.DENSE: run_dense,
+    Kind.OUT: run_out,
+    Kind.VIEW: views.run_view,
+    Kind.RESHAPE: views.run_reshape,
+    Kind.RESIZE: views.run_resize,
+    Kind.COMPOSITE: views.run_composite,
+    Kind.ZEROS: factories.run_zeros,
+    Kind.FILLED: factories.run_filled,
+    Kind.COPY: factories.run_copy,
+    Kind.ASSIGN: factories.run_assign,
+    Kind.LIST: lists.run_list,
+    Kind.REFUSED: refuse,
+}

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators that make a new tensor after the model of a paged one: the new one is paged as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagert._core.pump import OVERWRITE
+
+from . import copying
+from .operands import Operands
+
+if TYPE_CHECKING:
+    from .paged_tensor import PagedTensor
+    from .plan import Plan
+
+__all__ = ["run_assign", "run_copy", "run_filled", "run_zeros"]
+
+
+def _like(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> PagedTensor | None:
+    """Reserve the result of a factory, or return None where the caller asks for a tensor that cannot be paged."""
+    base = arguments[0]
+    if type(base) is not cls:
+        return None
+    runtime = base._runtime
+    if options.get("pin_memory") or options.get("layout") not in (None, torch.strided):
+        return None
+    device = options.get("device")
+    if device is not None and not _is_device(torch.device(device), runtime.device):
+        return None
+    template = torch.empty_strided(base.size(), base.stride(), dtype=base.dtype, device="meta")
+    described = plan.op(template, *arguments[1:], **{**options, **_on_meta(plan, options)})
+    return cls._reserve(runtime, described.size(), described.stride(), described.dtype)
+
+
+def _on_meta(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
+    changed: dict[str, Any] = {"device": torch.device("meta")} if "device" in plan.argument_names else {}
+    if options.get("generator") is not None:
+        changed["generator"] = None
+    return changed
+
+
+def _is_device(asked: torch.device, compute: torch.device) -> bool:
+    return asked.type == compute.type and asked.index in (None, compute.index)
+
+
+def _plain(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    from .dispatch import run_dense
+
+    return run_dense(cls, plan, arguments, options)
+
+
+def run_zeros(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Return a tensor of zero pages: nothing is written. What `empty_like` promises is met as well."""
+    result = _like(cls, plan, arguments, options)
+    return _plain(cls, plan, arguments, options) if result is None else result
+
+
+def run_filled(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Return a tensor that is filled where its pages lie, by the kernel that the operator itself uses."""
+    result = _like(cls, plan, arguments, options)
+    if result is None:
+        return _plain(cls, plan, arguments, options)
+    named = dict(zip(plan.argument_names, arguments, strict=False)) | dict(options)
+    operands = Operands(cls, plan.name)
+    operands.add(result, OVERWRITE)
+    with operands:
+        _fill(operands.dense(result), plan.name.split(".")[1], named)
+    return result
+
+
+def _fill(dense: torch.Tensor, base: str, named: Mapping[str, Any]) -> None:
+    generator = named.get("generator")
+    if base in ("ones_like", "new_ones"):
+        dense.fill_(1)
+    elif base in ("full_like", "new_full"):
+        dense.fill_(named["fill_value"])
+    elif base == "rand_like":
+        dense.uniform_(0, 1, generator=generator)
+    elif base == "randn_like":
+        dense.normal_(0, 1, generator=generator)
+    else:
+        high = named["high"]
+        high = int(high) if isinstance(high, torch.Tensor) else high
+        dense.random_(named.get("low", 0), high, generator=generator)
+
+
+def run_copy(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Return a paged copy, converted where the caller asks for it: `clone`, `_to_copy`."""
+    source = arguments[0]
+    result = _like(cls, plan, arguments, options)
+    if result is None:
+        return _plain(cls, plan, arguments, options)
+    if source.dtype == result.dtype and copying.is_never_written(source):
+        return result
+    copying.copy(cls, result, source, overwrite=True, name=plan.name)
+    return result
+
+
+def run_assign(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Run `copy_`. The old bytes of a paged target are not fetched where all of them are written."""
+    target, source = arguments[0], arguments[1]
+    ordinary = (type(source) in (cls, torch.Tensor) and source.layout is torch.strided
+                and not source.is_quantized and source.shape == target.shape)
+    shared = type(target) is cls and type(source) is cls and target._region is source._region
+    if not ordinary or shared or target.layout is not torch.strided:
+        return _plain(cls, plan, arguments, options)
+    non_blocking = arguments[2] if len(arguments) > 2 else options.get("non_blocking", False)
+    # A source on another device could be refused by the kernel: the old bytes are kept then.
+    overwrite = source.device == target.device
+    copying.copy(cls, target, source, overwrite=overwrite, non_blocking=non_blocking, name=plan.name)
+    return target

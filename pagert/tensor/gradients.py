@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A paged leaf has a paged gradient: it moves to pages as soon as autograd has produced it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .paged_tensor import PagedTensor
+
+__all__ = ["keep_paged", "page_gradient"]
+
+
+def keep_paged(tensor: PagedTensor) -> None:
+    """See to it that gradients of a leaf are paged. Once is enough; a tensor without gradient is left alone."""
+    if not (tensor.is_leaf and torch._C.TensorBase.requires_grad.__get__(tensor)):  # type: ignore[attr-defined]
+        return
+    hooks = tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if hooks is None or page_gradient not in hooks.values():
+        tensor.register_post_accumulate_grad_hook(page_gradient)
+
+
+def page_gradient(parameter: torch.Tensor) -> None:
+    """Replace a plain gradient by a paged one. Later micro-batches are added to it in place."""
+    gradient = parameter.grad
+    runtime = getattr(parameter, "_runtime", None)
+    if runtime is None or type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+        return  # unpaged since, already paged, or a sparse gradient
+    if gradient.requires_grad:
+        return  # part of a graph: create_graph=True
+    parameter.grad = type(parameter)._page(runtime, gradient)  # type: ignore[attr-defined]

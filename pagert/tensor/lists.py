@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators on lists of tensors, group by group: `_foreach_*`, `_fused_adam_`, `_amp_foreach_*`.
+
+They do the same to each index of their lists, so a list may be cut anywhere. A group is small enough that
+its operands fit the device tier and leave room for the pages of the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagert.errors import OutOfFrames
+
+from .geometry import byte_range
+
+if TYPE_CHECKING:
+    from .paged_tensor import PagedTensor
+    from .plan import Plan
+
+__all__ = ["run_list"]
+
+_GROUPS_IN_DEVICE = 4  # a group takes at most this part of the device tier
+
+
+def run_list(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Run the operator on groups of consecutive indices; results of paged operands are paged."""
+    named = dict(zip(plan.argument_names, arguments, strict=False)) | dict(options)
+    lists = {name: value for name in plan.list_names if (value := named.get(name)) is not None}
+    tensors = [value for value in lists.values() if isinstance(value, (list, tuple))
+               and any(isinstance(item, torch.Tensor) for item in value)]
+    length = len(tensors[0])
+    if any(len(value) not in (0, length) for value in lists.values()):
+        return _run_group(cls, plan, arguments, options)  # the kernel says what is wrong
+    results: list[Any] = []
+    returned: Any = None
+    for start, stop in _groups(cls, tensors, length):
+        returned = _run_range(cls, plan, (arguments, options), (start, stop), results)
+    return results if plan.op._schema.returns and results else returned
+
+
+def _run_range(cls: type[PagedTensor], plan: Plan, call: tuple[Sequence[Any], Mapping[str, Any]],
+               bounds: tuple[int, int], results: list[Any]) -> Any:
+    """Run one group; halve it where other pins leave less room than the group was made for."""
+    start, stop = bounds
+    arguments, options = call
+    cut = [_cut(plan, plan.argument_names[position], value, start, stop) for position, value in enumerate(arguments)]
+    cut_options = {name: _cut(plan, name, value, start, stop) for name, value in options.items()}
+    try:
+        returned = _run_group(cls, plan, cut, cut_options)
+    except OutOfFrames:
+        if stop - start <= 1:
+            raise
+        middle = (start + stop) // 2
+        _run_range(cls, plan, call, (start, middle), results)
+        return _run_range(cls, plan, call, (middle, stop), results)
+    if isinstance(returned, (list, tuple)) and all(isinstance(item, torch.Tensor) for item in returned):
+        results.extend(_page_results(cls, cut[0], returned))
+    return returned
+
+
+def _run_group(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    from .dispatch import run_dense
+
+    return run_dense(cls, plan, arguments, options)
+
+
+def _cut(plan: Plan, name: str, value: Any, start: int, stop: int) -> Any:
+    if name not in plan.list_names or value is None:
+        return value
+    return value[start:stop]
+
+
+def _groups(cls: type[PagedTensor], tensors: Sequence[Sequence[Any]], length: int) -> list[tuple[int, int]]:
+    """Cut the indices into ranges whose paged operands take at most a part of the device tier."""
+    groups: list[tuple[int, int]] = []
+    start, group_bytes = 0, 0
+    for index in range(length):
+        index_bytes, limit_bytes = 0, 0
+        for value in tensors:
+            if index < len(value) and type(value[index]) is cls:
+                runtime = value[index]._runtime
+                limit_bytes = runtime.storage.nbytes() // _GROUPS_IN_DEVICE
+                index_bytes += _page_bytes(value[index], runtime.page_bytes)
+        if index > start and limit_bytes and group_bytes + index_bytes > limit_bytes:
+            groups.append((start, index))
+            start, group_bytes = index, 0
+        group_bytes += index_bytes
+    groups.append((start, length))
+    return groups
+
+
+def _page_bytes(tensor: PagedTensor, page_bytes: int) -> int:
+    offset_bytes, size_bytes = byte_range(tensor)
+    if size_bytes == 0:
+        return 0
+    first, last = offset_bytes // page_bytes, (offset_bytes + size_bytes - 1) // page_bytes
+    return (last - first + 1) * page_bytes
+
+
+def _page_results(cls: type[PagedTensor], operands: Any, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Page the results that have the shape of a paged operand: state, not statistics."""
+    paged = []
+    for index, result in enumerate(results):
+        operand = operands[index] if isinstance(operands, (list, tuple)) and index < len(operands) else None
+        if type(operand) is cls and type(result) is torch.Tensor and result.shape == operand.shape:
+            result = cls._page(operand._runtime, result)
+        paged.append(result)
+    return paged

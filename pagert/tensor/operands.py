@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paged operands of one operator call: pinned together, seen as dense views, let go together.
+
+A dense view lies in the device arena and is valid only between `pin()` and `release()`. What an operator
+returns goes through `leave()`: nothing that shares the arena's bytes gets out as a plain tensor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagert._core.pump import OVERWRITE, READ, UPDATE
+from pagert.config import format_bytes
+from pagert.errors import ForeignTensor, OutOfFrames, UnsupportedOperator
+
+from .geometry import byte_range, describe, fills_range
+
+if TYPE_CHECKING:
+    from pagert._core.pump import Pin
+
+    from .paged_tensor import PagedTensor
+
+__all__ = ["Operands"]
+
+_MODE_NAMES = {READ: "read", UPDATE: "update", OVERWRITE: "overwrite"}
+_SEQUENCES = (list, tuple)
+
+
+class Operands:
+    """Collect with `add`, then `pin`, run on `dense` values, `leave` with the results, `release`."""
+
+    __slots__ = ("_accesses", "_cls", "_dense", "_empty", "_guarded", "_name", "_pin", "_tensors",
+                 "runtime")
+
+    def __init__(self, cls: type[PagedTensor], name: str) -> None:
+        self._cls = cls
+        self._name = name
+        self.runtime: Any = None
+        self._tensors: list[PagedTensor] = []  # one for each access
+        self._accesses: list[tuple[Any, int, int, int]] = []
+        self._empty: list[PagedTensor] = []  # without elements: they have no bytes to pin
+        self._guarded: set[int] = set()  # accesses whose dense view must not grow
+        self._dense: dict[int, tuple[PagedTensor, torch.Tensor]] = {}  # by the operand's id
+        self._pin: Pin | None = None
+
+    def collect(self, value: Any, mode: int) -> None:
+        """Add the paged tensors of one argument: a tensor, a list of tensors or anything else."""
+        kind = type(value)
+        if kind is self._cls:
+            self.add(value, mode)
+        elif kind in _SEQUENCES:
+            for item in value:
+                if type(item) is self._cls:
+                    self.add(item, mode)
+
+    def add(self, tensor: PagedTensor, mode: int, guarded: bool = False) -> None:
+        """Add one paged tensor. A `guarded` one gets a dense view that refuses to be resized larger."""
+        if self.runtime is None:
+            self.runtime = tensor._runtime
+        elif tensor._runtime is not self.runtime:
+            raise ForeignTensor(f"{self._name}: tensors of two pagers meet: {describe(self._tensors[0])} and "
+                                f"{describe(tensor)}; move one over with `pager.tensor(other)`"
+                                if self._tensors else f"{self._name}: tensors of two pagers meet")
+        offset_bytes, size_bytes = byte_range(tensor)
+        if size_bytes == 0:
+            self._empty.append(tensor)
+            return
+        if mode == OVERWRITE and not fills_range(tensor):
+            mode = UPDATE
+        if guarded:
+            self._guarded.add(len(self._accesses))
+        self._tensors.append(tensor)
+        self._accesses.append((tensor._region, offset_bytes, size_bytes, mode))
+
+    def pin(self) -> None:
+        """Bring every operand to the device and hold it there. Blocks until all are resident."""
+        accesses = self._accesses
+        if len(accesses) > 1 and any(access[3] == OVERWRITE for access in accesses):
+            self._keep_shared_bytes()
+        if accesses:
+            try:
+                self._pin = pin = self.runtime.pump.pin(accesses)
+            except OutOfFrames as error:
+                raise self._explain(error) from error
+            storage = self.runtime.storage
+            for index, tensor in enumerate(self._tensors):
+                start = pin.device_bytes[index]
+                if index in self._guarded:
+                    window = storage[start : start + accesses[index][2]]
+                    dense = _dense_view(tensor, window, 0)
+                else:
+                    dense = _dense_view(tensor, storage, start // tensor.itemsize)
+                self._dense[id(tensor)] = (tensor, dense)
+        for tensor in self._empty:
+            dense = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype,
+                                        device=tensor.device)
+            self._dense[id(tensor)] = (tensor, dense)
+
+    def release(self) -> None:
+        """Let every operand go; the dense views must not be used any more."""
+        if self._pin is not None:
+            self._pin.release()
+            self._pin = None
+
+    def __enter__(self) -> Operands:
+        self.pin()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def dense(self, value: Any) -> Any:
+        """Replace the paged tensors in one argument by their dense views."""
+        kind = type(value)
+        if kind is self._cls:
+            return self._dense[id(value)][1]
+        if kind in _SEQUENCES:
+            return kind([self._dense[id(item)][1] if type(item) is self._cls else item for item in value])
+        return value
+
+    def leave(self, result: Any) -> Any:
+        """Turn what the operator returned into what its caller may keep."""
+        if isinstance(result, torch.Tensor):
+            return self._leave_tensor(result)
+        if type(result) in _SEQUENCES:
+            return type(result)([self.leave(item) for item in result])
+        return result
+
+    def _leave_tensor(self, result: torch.Tensor) -> torch.Tensor:
+        for tensor, dense in self._dense.values():
+            if result is dense:
+                return tensor
+        if result.layout is not torch.strided or result.is_nested or result.is_quantized:
+            self._refuse_hidden_alias(result)
+            return result
+        index = self._find_alias(result)
+        if index is None:
+            return result
+        owner = self._tensors[index]
+        start_bytes = result.data_ptr() - self.runtime.storage.data_ptr()
+        offset_bytes = self._accesses[index][1] + start_bytes - self._pin_start(index)
+        return self._cls._view(owner, result, offset_bytes // result.itemsize)
+
+    def _pin_start(self, index: int) -> int:
+        assert self._pin is not None
+        return self._pin.device_bytes[index]
+
+    def _find_alias(self, result: torch.Tensor) -> int | None:
+        """Return the index of the access whose bytes `result` shares, if there is one."""
+        if self._pin is None:
+            return None
+        start = result.data_ptr() - self.runtime.storage.data_ptr()
+        if not 0 <= start < self.runtime.storage.nbytes():
+            return None
+        for index, access in enumerate(self._accesses):
+            if 0 <= start - self._pin.device_bytes[index] < access[2]:
+                return index
+        raise UnsupportedOperator(f"{self._name}: it returned an alias of device memory that is not its operand's")
+
+    def _refuse_hidden_alias(self, result: torch.Tensor) -> None:
+        for part in _strided_parts(result):
+            if self._find_alias(part) is not None:
+                raise UnsupportedOperator(f"{self._name}: its result, of layout {result.layout}, would keep an alias "
+                                          "of paged bytes; give it a plain copy of the operand")
+
+    def _keep_shared_bytes(self) -> None:
+        """Make overwrites updates where the same call also uses the region in another way."""
+        count: dict[int, int] = {}
+        for access in self._accesses:
+            count[id(access[0])] = count.get(id(access[0]), 0) + 1
+        self._accesses = [
+            (region, offset, size, UPDATE) if mode == OVERWRITE and count[id(region)] > 1
+            else (region, offset, size, mode)
+            for region, offset, size, mode in self._accesses
+        ]
+
+    def _explain(self, error: OutOfFrames) -> OutOfFrames:
+        operands = "; ".join(f"{describe(tensor)} ({_MODE_NAMES[access[3]]})" for tensor, access
+                             in zip(self._tensors, self._accesses, strict=True))
+        message = [f"{self._name}: its paged operands do not fit the device tier together: {operands}"]
+        needed = getattr(error, "needed_bytes", None)
+        capacity = getattr(error, "capacity_bytes", None)
+        unpinned = getattr(error, "unpinned_bytes", None)
+        if needed is not None and capacity is not None and unpinned is not None:
+            message.append(f"they need {format_bytes(needed)} in pages; {format_bytes(unpinned)} of "
+                           f"{format_bytes(capacity)} are not pinned")
+        message.append("raise device_bytes, leave `resident()` contexts earlier, or use smaller tensors")
+        explained = OutOfFrames("; ".join(message))
+        for attribute in ("needed_bytes", "unpinned_bytes", "capacity_bytes"):
+            if hasattr(error, attribute):
+                setattr(explained, attribute, getattr(error, attribute))
+        return explained
+
+
+def _dense_view(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+    dense = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    dense.set_(storage, offset, tensor.size(), tensor.stride())  # type: ignore[call-overload]
+    if tensor.is_neg():
+        torch._C._set_neg(dense, True)
+    if tensor.is_complex() and tensor.is_conj():
+        torch._C._set_conj(dense, True)
+    return dense
+
+
+def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return [tensor]
+    return []

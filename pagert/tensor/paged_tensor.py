@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensor whose bytes lie in pages.
+
+A `PagedTensor` is a tensor over a storage that has a size and no memory. The storage stands for a region of
+the pager's address space: all views of one region share it, as views of a plain tensor share theirs.
+Autograd, version counters and views are PyTorch's own; operators arrive in `__torch_dispatch__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import torch
+
+from pagert._core.pump import READ, UPDATE
+from pagert.errors import PagerClosed, UnsupportedOperator, UnsupportedTensor
+
+from . import copying, gradients, persistence
+from .dispatch import dispatch
+from .geometry import byte_range, contiguous_stride, extent, is_dense
+from .operands import Operands
+
+if TYPE_CHECKING:
+    import numpy
+
+    from pagert._core.pump import Region
+    from pagert.runtime import Runtime
+
+__all__ = ["PagedTensor", "Resident"]
+
+_TIERS = ("zero", "device", "host", "flash")
+
+
+class Resident:
+    """Context in which a paged tensor is held on the device, seen as a plain dense tensor."""
+
+    __slots__ = ("_dense", "_mode", "_operands", "_tensor")
+
+    def __init__(self, tensor: PagedTensor, mode: int) -> None:
+        self._tensor = tensor
+        self._mode = mode
+        self._operands: Operands | None = None
+        self._dense: torch.Tensor | None = None
+
+    def __enter__(self) -> torch.Tensor:
+        if self._operands is not None:
+            raise RuntimeError("this resident() context is open already; ask for another one")
+        operands = Operands(PagedTensor, "resident")
+        operands.add(self._tensor, self._mode, guarded=True)
+        operands.pin()
+        self._operands = operands
+        self._dense = operands.dense(self._tensor)
+        return self._dense
+
+    def __exit__(self, *exception: object) -> None:
+        operands, dense = self._operands, self._dense
+        self._operands = self._dense = None
+        if operands is None or dense is None:
+            return
+        # From here on the pages may move: the tensor that was lent must not look at their frames any more.
+        dense.data = torch.empty(0, dtype=dense.dtype, device=dense.device)
+        operands.release()
+        if self._mode == UPDATE:
+            torch.autograd.graph.increment_version(self._tensor)
+
+
+class PagedTensor(torch.Tensor):
+    """A tensor whose bytes lie in the pages of a pager.
+
+    It is made by `Pager.tensor`, `Pager.empty`, `Pager.zeros`, `Pager.full` and `Pager.page_`, by every view of a
+    paged tensor and by every factory after its model (`zeros_like`, `clone`, ...). Its shape, strides, dtype and
+    device are always the full ones, wherever its bytes are; `device` is the device that computes.
+
+    Results of other operators are plain tensors. Whatever needs a raw address (`data_ptr`, `numpy`, DLPack) is
+    refused by name; `resident` gives a plain tensor for such code.
+    """
+
+    _region: Region | None  # None: no bytes
+    _runtime: Runtime
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        for kind in types:
+            if kind is not cls:
+                return NotImplemented  # another wrapper's turn
+        return dispatch(cls, func, args, kwargs or {})
+
+    # Construction.
+
+    @classmethod
+    def _reserve(cls, runtime: Runtime, size: Sequence[int], stride: Sequence[int] | None,
+                 dtype: torch.dtype) -> PagedTensor:
+        """Reserve a region and return the tensor that covers it. Its pages are zero."""
+        if stride is None:
+            stride = contiguous_stride(size)
+        size_bytes = extent(size, stride) * dtype.itemsize
+        tensor = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=runtime.device)
+        tensor._region = runtime.pump.reserve(size_bytes) if size_bytes else None
+        tensor._runtime = runtime
+        if size_bytes:
+            torch._C._set_throw_on_mutable_data_ptr(tensor)  # C++ code gets an exception, never address 0
+        return tensor
+
+    @classmethod
+    def _wrap(cls, geometry: torch.Tensor, region: Region | None, runtime: Runtime) -> PagedTensor:
+        """Return a paged tensor of the geometry of `geometry`, which shares a region's storage."""
+        tensor = torch.Tensor._make_subclass(cls, geometry)
+        tensor._region = region
+        tensor._runtime = runtime
+        return tensor
+
+    @classmethod
+    def _view(cls, owner: PagedTensor, like: torch.Tensor, offset: int) -> PagedTensor:
+        """Return a view of the owner's region at element `offset`, with the geometry of `like`."""
+        geometry = torch.empty(0, dtype=like.dtype, device=owner.device)
+        geometry.set_(torch._C.TensorBase.untyped_storage(owner), offset, like.size(),  # type: ignore[call-overload]
+                      like.stride())
+        torch._C._set_neg(geometry, like.is_neg())
+        if like.is_complex():
+            torch._C._set_conj(geometry, like.is_conj())
+        return cls._wrap(geometry, owner._region, owner._runtime)
+
+    @classmethod
+    def _page(cls, runtime: Runtime, source: torch.Tensor, dtype: torch.dtype | None = None) -> PagedTensor:
+        """Return a paged copy of a strided tensor. Dense layouts are kept."""
+        stride = source.stride() if is_dense(source.size(), source.stride()) else None
+        target = cls._reserve(runtime, source.size(), stride, dtype or source.dtype)
+        if target._region is not None:
+            with torch.no_grad():
+                copying.copy(cls, target, source.detach(), overwrite=True, name="pagert.tensor")
+        return target
+
+    def _rebind(self, other: PagedTensor) -> None:
+        """Become another look at the bytes of `other`; the object, its history and its version stay."""
+        torch._C.TensorBase.data.__set__(self, other)  # type: ignore[attr-defined]
+        self._region = other._region
+        self._runtime = other._runtime
+
+    # Residency.
+
+    def resident(self, mode: Literal["update", "read"] = "update") -> Resident:
+        """Hold the tensor on the device and lend it as a plain dense tensor.
+
+        Parameters
+        ----------
+        mode : {"update", "read"}
+            "read" promises that nothing is written to the plain tensor, so that its pages stay clean.
+
+        Returns
+        -------
+        Resident
+            A context manager. Entering blocks until the bytes are on the device. The plain tensor is valid inside
+            the context only; afterwards it is empty, and what was derived from it must not be used any more.
+
+        Raises
+        ------
+        OutOfFrames
+            When entered: the tensor does not fit the device tier beside what is pinned.
+        """
+        modes = {"update": UPDATE, "read": READ}
+        if mode not in modes:
+            raise ValueError(f"resident(mode={mode!r}): the modes are 'update' and 'read'")
+        return Resident(self, modes[mode])
+
+    def prefetch(self) -> None:
+        """Start to bring the tensor to the device. Does not block."""
+        offset_bytes, size_bytes = byte_range(self)
+        if size_bytes:
+            self._runtime.pump.prefetch(self._region, offset_bytes, size_bytes)
+
+    def evict(self) -> None:
+        """Move the tensor's pages off the device. Blocks until they have left."""
+        offset_bytes, size_bytes = byte_range(self)
+        if size_bytes:
+            self._runtime.pump.evict(self._region, offset_bytes, size_bytes)
+
+    @property
+    def tier(self) -> str:
+        """Where the bytes lie: "device", "host", "flash", "mixed", or "zero" for pages never written."""
+        offset_bytes, size_bytes = byte_range(self)
+        if size_bytes == 0:
+            return "zero"
+        counts = self._runtime.pump.locate(self._region, offset_bytes, size_bytes)
+        places = [name for name, count in zip(_TIERS, counts, strict=True) if count]
+        return places[0] if len(places) == 1 else "mixed"
+
+    # Attributes that PyTorch keeps in C++.
+
+    @property  # type: ignore[override]
+    def data(self) -> torch.Tensor:
+        """The same bytes without history. Assigning rebinds to the bytes of another tensor, paged if need be."""
+        return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"data must be a tensor, not {type(value).__name__}")
+        if type(value) is not PagedTensor:
+            value = PagedTensor._page(self._runtime, check_wrappable(value))
+        self._rebind(value)
+
+    @property  # type: ignore[override]
+    def requires_grad(self) -> bool:
+        """Whether autograd follows this tensor. A paged leaf that requires a gradient gets a paged one."""
+        return torch._C.TensorBase.requires_grad.__get__(self)  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> PagedTensor:
+        """Change whether autograd follows this tensor, in place."""
+        torch._C.TensorBase.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
+        gradients.keep_paged(self)
+        return self
+
+    # Text. Nothing here touches the bytes.
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        try:
+            place = self.tier
+        except PagerClosed:
+            place = "closed"
+        parts = [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", f"tier={place}"]
+        if self.device.type != "cpu":
+            parts.append(f"device={self.device}")
+        if self.grad_fn is not None:
+            parts.append(f"grad_fn=<{self.grad_fn.name()}>")
+        elif self.requires_grad:
+            parts.append("requires_grad=True")
+        text = f"PagedTensor({', '.join(parts)})"
+        return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
+
+    __str__ = __repr__
+
+    def __format__(self, format_spec: str) -> str:
+        if format_spec and self.dim() == 0:
+            return format(self.item(), format_spec)
+        return format(repr(self), format_spec)
+
+    # Copies and files.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return persistence.deepcopy(PagedTensor, self, memo)
+
+    def __copy__(self) -> torch.Tensor:
+        return persistence.shallow_copy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return persistence.plain_object(PagedTensor, self).__reduce_ex__(protocol)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists of Python numbers."""
+        return copying.load(PagedTensor, self).tolist()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray:
+        if copy is False:
+            raise ValueError("a paged tensor becomes a NumPy array by a copy only; use np.asarray(t) without copy=False")
+        if torch._C.TensorBase.requires_grad.__get__(self):  # type: ignore[attr-defined]
+            raise RuntimeError("a tensor that requires a gradient does not become a NumPy array; use t.detach()")
+        array = copying.load(PagedTensor, self).resolve_conj().resolve_neg().cpu().numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    # What would hand out an address. The bytes move, so an address would be wrong sooner or later.
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedOperator(f"{what} of a paged tensor: its bytes move between tiers, so there is no address to "
+                                  "give; use `with t.resident() as dense:` and take it from the plain tensor inside")
+
+    def data_ptr(self) -> int:
+        """Refuse by name: there is no fixed address."""
+        self._refuse("data_ptr()")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Refuse by name: the storage is the pages."""
+        self._refuse("untyped_storage()")
+
+    def storage(self) -> torch.TypedStorage:
+        """Refuse by name: the storage is the pages."""
+        self._refuse("storage()")
+
+    def _typed_storage(self) -> torch.TypedStorage:
+        self._refuse("storage()")
+
+    def numpy(self, *, force: bool = False) -> numpy.ndarray:
+        """Refuse by name unless `force`: NumPy would share memory that moves. `force` gives a copy."""
+        if force:
+            return self.detach().__array__()
+        raise UnsupportedOperator("numpy() of a paged tensor: the array would share memory that moves between tiers; "
+                                  "use numpy(force=True) or np.asarray(t) for a copy, or resident()")
+
+    def __dlpack__(self, *arguments: Any, **options: Any) -> NoReturn:
+        self._refuse("__dlpack__()")
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        if self.device.type == "cpu":
+            raise AttributeError("no __cuda_array_interface__: the tensor computes on the CPU")
+        self._refuse("__cuda_array_interface__")
+
+    def share_memory_(self) -> NoReturn:
+        """Refuse by name: pages belong to this process."""
+        raise UnsupportedOperator("share_memory_() of a paged tensor: pages belong to one process; send the tensor "
+                                  "itself, it arrives as a plain one")
+
+    def is_shared(self) -> bool:
+        """Return False: pages belong to this process."""
+        return False
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """Return False: the pages are the pager's, wherever they lie."""
+        return False
+
+
+def check_wrappable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or raise `UnsupportedTensor` with the reason why its like cannot be paged."""
+    kind = type(tensor)
+    reason = ""
+    if tensor.is_nested:
+        reason = "nested tensors cannot be paged; page their parts"
+    elif tensor.layout is not torch.strided:
+        reason = f"the layout {tensor.layout} cannot be paged; use `.to_dense()`"
+    elif tensor.is_quantized:
+        reason = f"quantized tensors ({tensor.dtype}) cannot be paged; use `.int_repr()` or `.dequantize()`"
+    elif isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        reason = f"{kind.__name__} has no shape yet; run the module once before"
+    elif tensor.is_meta:
+        reason = "a meta tensor has no bytes; use `pager.empty(t.shape, dtype=t.dtype)`"
+    elif kind not in (torch.Tensor, torch.nn.Parameter, PagedTensor) and hasattr(kind, "__torch_dispatch__") and (
+            kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__):
+        reason = f"{kind.__name__} is a tensor subclass with bytes of its own"
+    if reason:
+        raise UnsupportedTensor(f"tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}: {reason}")
+    return tensor

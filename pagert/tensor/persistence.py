@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of paged tensors, and their way into files and to other processes as plain tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import copying
+
+if TYPE_CHECKING:
+    from .paged_tensor import PagedTensor
+
+__all__ = ["deepcopy", "plain_object", "shallow_copy"]
+
+_OWN = frozenset({"_region", "_runtime", "_is_param"})
+
+
+def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that are not the paging's own."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in _OWN}
+
+
+def deepcopy(cls: type[PagedTensor], tensor: PagedTensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Copy a leaf with its whole region, once for all tensors that share it, a range at a time."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError("deepcopy of a paged tensor that is the result of a differentiable operation: only leaves can "
+                           "be copied with their place in the graph; use .detach() first")
+    with torch.no_grad():
+        if tensor._region is None:
+            result = cls._reserve(tensor._runtime, tensor.size(), tensor.stride(), tensor.dtype)
+        else:
+            whole = memo.get(id(tensor._region))
+            if whole is None:
+                whole = _copy_region(cls, tensor)
+                memo[id(tensor._region)] = whole
+            result = cls._view(whole, tensor, tensor.storage_offset())
+    if getattr(tensor, "_is_param", False):
+        result._is_param = True  # type: ignore[attr-defined]
+    memo[id(tensor)] = result
+    result.requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None and not getattr(tensor, "_is_param", False):
+        result.grad = copy.deepcopy(tensor.grad, memo)  # as for a plain tensor; a plain Parameter drops it
+    for name, value in user_attributes(tensor).items():
+        setattr(result, name, copy.deepcopy(value, memo))
+    return result
+
+
+def _copy_region(cls: type[PagedTensor], tensor: PagedTensor) -> PagedTensor:
+    size_bytes = torch._C.TensorBase.untyped_storage(tensor).nbytes()
+    like = torch.empty((size_bytes,), dtype=torch.uint8, device="meta")
+    source = cls._view(tensor, like, 0)
+    target = cls._reserve(tensor._runtime, (size_bytes,), (1,), torch.uint8)
+    if not copying.is_never_written(source):
+        copying.copy(cls, target, source, overwrite=True, name="deepcopy")
+    return target
+
+
+def shallow_copy(tensor: PagedTensor) -> torch.Tensor:
+    """Return another tensor object on the same bytes, as copy.copy of a plain tensor does."""
+    with torch.no_grad():
+        result = tensor.detach()
+    if getattr(tensor, "_is_param", False):
+        result._is_param = True  # type: ignore[attr-defined]
+    result.__dict__.update(user_attributes(tensor))
+    result.requires_grad_(tensor.requires_grad)
+    return result
+
+
+def plain_object(cls: type[PagedTensor], tensor: PagedTensor) -> torch.Tensor:
+    """Return the plain tensor or Parameter that stands for `tensor` in a file or in another process."""
+    plain = copying.load(cls, tensor.detach())  # type: ignore[arg-type]
+    if getattr(tensor, "_is_param", False):
+        plain = torch.nn.Parameter(plain, requires_grad=tensor.requires_grad)
+    else:
+        plain.requires_grad_(tensor.requires_grad)
+    plain.__dict__.update(user_attributes(tensor))
+    return plain
