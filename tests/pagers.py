@@ -25,7 +25,17 @@ except ImportError:  # the extension modules are not built: the fake stands in f
 
 from pagert.pager import Pager
 
-SETUPS = ["fake"]
+MIB = 1 << 20
+
+# Tiers below the device; "fake" is the runtime that evicts at every unpin.
+SETUPS = {
+    "fake": None,
+    "host": {"host_bytes": 64 * MIB},
+    "flash": {"flash_bytes": 64 * MIB},
+    "host-flash": {"host_bytes": MIB // 2, "flash_bytes": 64 * MIB},
+}
+if not REAL:
+    SETUPS = {"fake": None}
 
 
 class FakePager(Pager):
@@ -43,12 +53,20 @@ class FakePager(Pager):
 
 
 @pytest.fixture(params=SETUPS)
-def make_pager(request):
+def make_pager(request, tmp_path):
     """Make pagers of one set-up; afterwards no pin may be left and no byte written outside of a window."""
     pagers = []
 
     def make(device_bytes: int = 1 << 20, page_bytes: int = 4096, seed: int = 0):
-        pager = FakePager(device_bytes=device_bytes, page_bytes=page_bytes, seed=seed)
+        settings = SETUPS[request.param]
+        if settings is None:
+            pager = FakePager(device_bytes=device_bytes, page_bytes=page_bytes, seed=seed)
+        else:
+            if "flash_bytes" in settings:
+                settings = {**settings, "flash_path": tmp_path}
+            pager = Pager(
+                device="cpu", device_bytes=device_bytes, page_bytes=page_bytes, **settings
+            )
         pagers.append(pager)
         return pager
 
@@ -56,6 +74,9 @@ def make_pager(request):
     for pager in pagers:
         if isinstance(pager, FakePager):
             pager.pump.check_idle()
+        elif not pager.closed:
+            assert pager.pump.check() == 0
+            assert pager.stats().held_bytes == 0, "a pin was left"
         pager.close()
 
 
