@@ -12,7 +12,12 @@ from pagert.tensor import PagedTensor
 
 # Contents that PyTorch does not define: compared by shape and dtype.
 UNDEFINED = {
-    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
 }
 
 # Not bitwise equal, only close.
@@ -74,6 +79,7 @@ def compare(paged, plain, what, contents=True, close=False):
             assert one == other or (one != one and other != other), what
 
 
+@pytest.mark.parametrize("make_pager", ["fake"], indirect=True)
 @pytest.mark.parametrize("op", op_db, ids=lambda op: op.full_name)
 def test_op_db_forward_is_bitwise_equal(op, make_pager):
     if not op.dtypes:

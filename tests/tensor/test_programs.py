@@ -39,7 +39,11 @@ class Programs(RuleBasedStateMachine):
         assert paged.storage_offset() == plain.storage_offset() and paged.dtype == plain.dtype
         self.pairs = [*self.pairs, (paged, plain)][-8:]
 
-    @rule(rows=st.integers(0, 70), columns=st.integers(0, 70), dtype=st.sampled_from([torch.float32, torch.int32]))
+    @rule(
+        rows=st.integers(0, 70),
+        columns=st.integers(0, 70),
+        dtype=st.sampled_from([torch.float32, torch.int32]),
+    )
     def make(self, rows, columns, dtype):
         self.step += 1
         torch.manual_seed(self.step)
@@ -51,7 +55,17 @@ class Programs(RuleBasedStateMachine):
         if not self.pairs:
             return
         paged, plain = self.choose(data)
-        choices = ["t", "detach", "flatten", "narrow", "step", "unsqueeze", "expand", "bytes", "unfold"]
+        choices = [
+            "t",
+            "detach",
+            "flatten",
+            "narrow",
+            "step",
+            "unsqueeze",
+            "expand",
+            "bytes",
+            "unfold",
+        ]
         name = data.draw(st.sampled_from(choices))
         if name == "flatten":
             call = lambda t: t.flatten() if t.is_contiguous() else t.detach()  # noqa: E731
@@ -71,12 +85,18 @@ class Programs(RuleBasedStateMachine):
         elif name == "bytes":
             call = lambda t: t.view(torch.int32).view(torch.float32).view(t.dtype)  # noqa: E731
         elif name == "unfold":
-            call = lambda t: t.unfold(0, 2, 1) if t.dim() and t.shape[0] > 1 and t.dim() < 4 else t.detach()  # noqa: E731
+            call = lambda t: (
+                t.unfold(0, 2, 1) if t.dim() and t.shape[0] > 1 and t.dim() < 4 else t.detach()
+            )
         else:
             call = lambda t: t.t() if name == "t" and t.dim() <= 2 else t.detach()  # noqa: E731
         self.add(call(paged), call(plain))
 
-    @rule(data=st.data(), value=st.integers(-3, 3), name=st.sampled_from(["add_", "mul_", "fill_", "zero_", "clamp_"]))
+    @rule(
+        data=st.data(),
+        value=st.integers(-3, 3),
+        name=st.sampled_from(["add_", "mul_", "fill_", "zero_", "clamp_"]),
+    )
     def write(self, data, value, name):
         if not self.pairs:
             return
@@ -100,9 +120,7 @@ class Programs(RuleBasedStateMachine):
         if data.draw(st.booleans()):
             other = other_plain  # a plain source
         plain.copy_(other_plain.clone())
-        if type(other) is PagedTensor and other._region is paged._region:
-            other = other.clone()
-        elif type(other) is not PagedTensor:
+        if (type(other) is PagedTensor and other._region is paged._region) or type(other) is not PagedTensor:
             other = other.clone()
         paged.copy_(other)
 
@@ -111,7 +129,16 @@ class Programs(RuleBasedStateMachine):
         if not self.pairs:
             return
         paged, plain = self.choose(data)
-        call = data.draw(st.sampled_from([torch.clone, torch.zeros_like, torch.ones_like, lambda t: t.to(torch.float32, copy=True)]))
+        call = data.draw(
+            st.sampled_from(
+                [
+                    torch.clone,
+                    torch.zeros_like,
+                    torch.ones_like,
+                    lambda t: t.to(torch.float32, copy=True),
+                ]
+            )
+        )
         one, other = call(paged), call(plain)
         assert one.stride() == other.stride()
         self.add(one, other)
@@ -160,4 +187,3 @@ if pagers.REAL:
 
     def test_random_programs_over_host_memory_equal_plain_pytorch():
         check("host", 60)
-
