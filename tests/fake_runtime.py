@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A runtime in pure Python that evicts as aggressively as it can, to find whoever keeps a stale view.
+"""A runtime in pure Python that evicts as much as it can, to find whoever keeps a stale view.
 
 Each pin puts its windows at new random places of the arena. When it is released, every page is
 copied out and its frames are poisoned with 0xFF. What is pinned only for reading is compared with
@@ -90,7 +90,7 @@ class FakePump:
         self.check_open()
         self.pins += 1
         pages = []
-        for region, offset, size, mode in accesses:
+        for region, offset, size, _ in accesses:
             if not isinstance(region, FakeRegion) or region.pump is not self:
                 raise ForeignTensor("a region of another pump")
             assert size > 0

@@ -15,7 +15,7 @@ import torch
 
 try:
     import pagert._core.pump
-    import pagert.runtime
+    import pagert.runtime  # noqa: F401  is it there?
 
     REAL = True
 except ImportError:  # the extension modules are not built: the fake stands in for them

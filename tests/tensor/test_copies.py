@@ -139,7 +139,10 @@ def test_saved_parameter_is_a_plain_parameter_and_ties_stay(pager):
 
 
 def test_state_dict_travels_between_paged_and_plain_modules(pager):
-    make = lambda: torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.BatchNorm1d(20))  # noqa: E731
+
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.BatchNorm1d(20))
+
     plain, paged = make(), pager.page_(make(), min_bytes=0)
     weight = paged[0].weight
     paged.load_state_dict(plain.state_dict())
@@ -204,15 +207,15 @@ def test_paged_items_in_a_worker_process_arrive_right_or_are_refused_by_name(pag
     with pytest.raises(UnsupportedOperator, match=r"resident\(\)"):
         list(torch.utils.data.DataLoader(items, batch_size=2, num_workers=1))
     loader = torch.utils.data.DataLoader(items, batch_size=None, num_workers=1, timeout=60)
-    try:
+    if hasattr(pager.pump, "recorded"):  # the fake runtime's pages are in the worker too
         received = list(loader)
-    except PagerClosed as error:  # the pages stay with the parent process
-        assert "sent through a queue" in str(error)
-    else:
         assert all(
             type(a) is torch.Tensor and torch.equal(a, b)
             for a, b in zip(received, plain, strict=True)
         )
+    else:
+        with pytest.raises(PagerClosed, match="sent through a queue"):
+            list(loader)
 
 
 def test_numpy_gets_a_copy(pager):
@@ -311,7 +314,10 @@ CONVERSIONS = {
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_converted_module_has_converted_bytes_and_the_same_parameters(pager, name):
     torch.manual_seed(0)
-    make = lambda: torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.BatchNorm1d(30))  # noqa: E731
+
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.BatchNorm1d(30))
+
     plain = make()
     paged = copy.deepcopy(plain)
     optimizer = torch.optim.SGD(paged.parameters(), lr=0.5)

@@ -155,17 +155,24 @@ def test_fill_with_a_number_that_does_not_fit_leaves_the_values(pager, dtype, va
 def test_random_numbers_are_those_of_a_plain_tensor(pager):
     plain, paged = torch.empty(40, 40), pager.empty(40, 40)
     for call in (
-        lambda t: t.normal_(1, 2), lambda t: t.uniform_(-1, 1), lambda t: t.exponential_(2), lambda t: t.random_(0, 9),
-        lambda t: t.cauchy_(), lambda t: t.log_normal_(), lambda t: t.geometric_(0.5), lambda t: t.bernoulli_(0.3),
-        lambda t: t.random_(), lambda t: t.normal_(generator=torch.Generator().manual_seed(5)),
-        lambda t: torch.nn.init.kaiming_uniform_(t), lambda t: torch.nn.init.trunc_normal_(t),
+        lambda t: t.normal_(1, 2),
+        lambda t: t.uniform_(-1, 1),
+        lambda t: t.exponential_(2),
+        lambda t: t.random_(0, 9),
+        lambda t: t.random_(),
+        lambda t: t.cauchy_(),
+        lambda t: t.log_normal_(),
+        lambda t: t.geometric_(0.5),
+        lambda t: t.bernoulli_(0.3),
+        lambda t: t.normal_(generator=torch.Generator().manual_seed(5)),
+        lambda t: torch.nn.init.kaiming_uniform_(t),
+        lambda t: torch.nn.init.trunc_normal_(t),
         lambda t: torch.nn.init.orthogonal_(t),
-    ):  # fmt: skip
+    ):
         for tensor in (plain, paged):
             torch.manual_seed(3)
             assert call(tensor) is tensor
         assert torch.equal(paged, plain)
-        assert torch.equal(torch.randn(3), torch.randn(3)) is False
         torch.manual_seed(3)
         call(plain)
         after = torch.rand(())
@@ -393,7 +400,7 @@ def test_list_operator_runs_in_groups_that_fit_the_device(make_pager):
         lambda a, b: torch._foreach_copy_(a, b),
         lambda a, b: torch._foreach_mul_(a, torch.tensor(3.0)),
     ):
-        assert call(paged, paged_other) is None or isinstance(call, object)
+        call(paged, paged_other)
         call(plain, other)
         assert all(torch.equal(one, two) for one, two in zip(paged, plain, strict=True))
     norms = torch._foreach_norm(paged)
@@ -402,9 +409,12 @@ def test_list_operator_runs_in_groups_that_fit_the_device(make_pager):
         torch.equal(one, two) for one, two in zip(norms, torch._foreach_norm(plain), strict=True)
     )
     for call in (
-        lambda a, b: torch._foreach_sqrt(a), lambda a, b: torch._foreach_add(a, b), lambda a, b: torch._foreach_sub(a, scalars),
-        lambda a, b: torch._foreach_maximum(a, b), lambda a, b: torch._foreach_pow(2.0, a),
-    ):  # fmt: skip
+        lambda a, b: torch._foreach_sqrt(a),
+        lambda a, b: torch._foreach_add(a, b),
+        lambda a, b: torch._foreach_sub(a, scalars),
+        lambda a, b: torch._foreach_maximum(a, b),
+        lambda a, b: torch._foreach_pow(2.0, a),
+    ):
         results = call(paged, paged_other)
         assert all(type(result) is PagedTensor for result in results)
         for one, two in zip(results, call(plain, other), strict=True):

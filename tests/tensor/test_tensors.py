@@ -221,10 +221,10 @@ def test_view_that_outlives_its_resident_context_is_reported(pager):
 def test_resident_lets_go_after_an_exception_and_opens_once(pager):
     paged = pager.tensor(torch.arange(10.0))
     context = paged.resident()
-    with pytest.raises(KeyError), context:
-        with pytest.raises(RuntimeError, match="open already"), context:
-            pass
-        raise KeyError
+    with context, pytest.raises(RuntimeError, match="open already"):
+        context.__enter__()
+    with pytest.raises(RuntimeError, match="in the middle"), paged.resident():
+        raise RuntimeError("in the middle")
     assert paged.sum().item() == 45
 
 
