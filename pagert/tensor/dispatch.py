@@ -71,11 +71,11 @@ def run_dense(
             operands.collect(value, write if name in written else READ)
     operands.pin()
     try:
-        result = plan.op(
-            *[operands.dense(value) for value in arguments],
-            **{name: operands.dense(value) for name, value in options.items()},
-        )
-        return operands.leave(result)
+        dense = [operands.dense(value) for value in arguments]
+        if options:
+            dense_options = {name: operands.dense(value) for name, value in options.items()}
+            return operands.leave(plan.op(*dense, **dense_options))
+        return operands.leave(plan.op(*dense))
     finally:
         operands.release()
 

@@ -8,7 +8,8 @@ tensor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -27,6 +28,7 @@ __all__ = ["Operands"]
 
 _MODE_NAMES = {READ: "read", UPDATE: "update", OVERWRITE: "overwrite"}
 _SEQUENCES = (list, tuple)
+_NONE: frozenset[int] = frozenset()
 
 
 class Operands:
@@ -51,9 +53,11 @@ class Operands:
         self.runtime: Any = None
         self._tensors: list[PagedTensor] = []  # one for each access
         self._accesses: list[tuple[Any, int, int, int]] = []
-        self._empty: list[PagedTensor] = []  # without elements: they have no bytes to pin
-        self._guarded: set[int] = set()  # accesses whose dense view must not grow
-        self._whole: set[int] = set()  # accesses to the whole region
+        # Rare: operands without elements, which have no bytes to pin; accesses whose dense view
+        # must not grow; accesses to the whole region.
+        self._empty: tuple[PagedTensor, ...] = ()
+        self._guarded: frozenset[int] = _NONE
+        self._whole: frozenset[int] = _NONE
         self._dense: dict[int, tuple[PagedTensor, torch.Tensor]] = {}  # by the operand's id
         self._pin: Pin | None = None
 
@@ -86,15 +90,15 @@ class Operands:
             )
         offset_bytes, size_bytes = byte_range(tensor)
         if size_bytes == 0:
-            self._empty.append(tensor)
+            self._empty += (tensor,)
             return
         if whole:
-            self._whole.add(len(self._accesses))
+            self._whole |= {len(self._accesses)}
             offset_bytes, size_bytes = 0, torch._C.TensorBase.untyped_storage(tensor).nbytes()
         if mode == OVERWRITE and not fills_range(tensor):
             mode = UPDATE
         if guarded:
-            self._guarded.add(len(self._accesses))
+            self._guarded |= {len(self._accesses)}
         self._tensors.append(tensor)
         self._accesses.append((tensor._region, offset_bytes, size_bytes, mode))
 
@@ -108,23 +112,32 @@ class Operands:
                 self._pin = pin = self.runtime.pump.pin(accesses)
             except OutOfFrames as error:
                 raise self._explain(error) from error
-            storage = self.runtime.storage
-            for index, tensor in enumerate(self._tensors):
-                start = pin.device_bytes[index]
-                if index in self._whole:
-                    region = storage[start : start + accesses[index][2]]
-                    dense = _dense_view(tensor, region, int(tensor.storage_offset()))
-                elif index in self._guarded:
-                    window = storage[start : start + accesses[index][2]]
-                    dense = _dense_view(tensor, window, 0)
-                else:
-                    dense = _dense_view(tensor, storage, start // tensor.itemsize)
-                self._dense[id(tensor)] = (tensor, dense)
+            try:
+                self._look(pin.device_bytes)
+            except BaseException:
+                self.release()
+                raise
         for tensor in self._empty:
             dense = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
             self._dense[id(tensor)] = (tensor, dense)
+
+    def _look(self, starts: Sequence[int]) -> None:
+        """Make the dense views of what is pinned."""
+        storage = self.runtime.storage
+        dense = self._dense
+        for index, tensor in enumerate(self._tensors):
+            start = starts[index]
+            if index in self._whole:
+                region = storage[start : start + self._accesses[index][2]]
+                view = _dense_view(tensor, region, int(tensor.storage_offset()))
+            elif index in self._guarded:
+                window = storage[start : start + self._accesses[index][2]]
+                view = _dense_view(tensor, window, 0)
+            else:
+                view = _dense_view(tensor, storage, start // tensor.itemsize)
+            dense[id(tensor)] = (tensor, view)
 
     def release(self) -> None:
         """Let every operand go; the dense views must not be used any more."""
@@ -162,12 +175,14 @@ class Operands:
         for tensor, dense in self._dense.values():
             if result is dense:
                 return tensor
-        if result.layout is not torch.strided or result.is_nested or result.is_quantized:
+        if result.layout is not torch.strided:
             self._refuse_hidden_alias(result)
             return result
         index = self._find_alias(result)
         if index is None:
             return result
+        if result.is_nested or result.is_quantized:
+            self._refuse_alias(result)
         owner = self._tensors[index]
         start_bytes = result.data_ptr() - self.runtime.storage.data_ptr()
         offset_bytes = self._accesses[index][1] + start_bytes - self._pin_start(index)
@@ -194,10 +209,14 @@ class Operands:
     def _refuse_hidden_alias(self, result: torch.Tensor) -> None:
         for part in _strided_parts(result):
             if self._find_alias(part) is not None:
-                raise UnsupportedOperator(
-                    f"{self._name}: its result, of layout {result.layout}, would keep an alias "
-                    "of paged bytes; give it a plain copy of the operand"
-                )
+                self._refuse_alias(result)
+
+    def _refuse_alias(self, result: torch.Tensor) -> NoReturn:
+        layout = "nested" if result.is_nested else result.layout
+        raise UnsupportedOperator(
+            f"{self._name}: its result, of layout {layout} and dtype {result.dtype}, would keep "
+            "an alias of paged bytes; give it a plain copy of the operand"
+        )
 
     def _keep_shared_bytes(self) -> None:
         """Make overwrites updates where the same call also uses the region in another way."""
@@ -254,6 +273,4 @@ def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    if tensor.is_nested and tensor.layout is torch.strided:
-        return [tensor]
     return []
