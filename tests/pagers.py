@@ -8,6 +8,7 @@ import types
 
 import fake_runtime
 import pytest
+import torch
 
 try:
     import pagert._core.pump
@@ -25,7 +26,17 @@ except ImportError:  # the extension modules are not built: the fake stands in f
 
 from pagert.pager import Pager
 
-SETUPS = ["fake"]
+MIB = 1 << 20
+
+# Tiers below the device; "fake" is the runtime that evicts at every unpin.
+SETUPS = {
+    "fake": None,
+    "host": {"host_bytes": 64 * MIB},
+    "flash": {"flash_bytes": 64 * MIB},
+    "host-flash": {"host_bytes": MIB // 2, "flash_bytes": 64 * MIB},
+}
+if not REAL:
+    SETUPS = {"fake": None}
 
 
 class FakePager(Pager):
@@ -42,21 +53,42 @@ class FakePager(Pager):
     __exit__ = fake_runtime.FakeRuntime.__exit__
 
 
+def open_pager(setup, device_bytes, page_bytes, flash_path=None, seed=0):
+    """Make a pager of one set-up."""
+    settings = SETUPS[setup]
+    if settings is None:
+        return FakePager(device_bytes=device_bytes, page_bytes=page_bytes, seed=seed)
+    if "flash_bytes" in settings:
+        settings = {**settings, "flash_path": flash_path}
+    return Pager(device="cpu", device_bytes=device_bytes, page_bytes=page_bytes, **settings)
+
+
+def check_idle(pager):
+    """Assert that no pin is left, and for the fake that no byte was written outside of a window."""
+    if isinstance(pager, FakePager):
+        pager.pump.check_idle()
+    elif not pager.closed:
+        assert pager.pump.check() == 0
+        assert pager.stats().held_bytes == 0, "a pin was left"
+
+
 @pytest.fixture(params=SETUPS)
-def make_pager(request):
-    """Make pagers of one set-up; afterwards no pin may be left and no byte written outside of a window."""
+def make_pager(request, tmp_path):
+    """Make pagers of one set-up, which are idle in the end."""
     pagers = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
 
     def make(device_bytes: int = 1 << 20, page_bytes: int = 4096, seed: int = 0):
-        pager = FakePager(device_bytes=device_bytes, page_bytes=page_bytes, seed=seed)
+        pager = open_pager(request.param, device_bytes, page_bytes, tmp_path, seed)
         pagers.append(pager)
         return pager
 
     yield make
     for pager in pagers:
-        if isinstance(pager, FakePager):
-            pager.pump.check_idle()
+        check_idle(pager)
         pager.close()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ Autograd, version counters and views are PyTorch's own; operators arrive in `__t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -18,7 +19,7 @@ from pagert.errors import PagerClosed, UnsupportedOperator, UnsupportedTensor
 
 from . import copying, gradients, persistence
 from .dispatch import dispatch
-from .geometry import byte_range, contiguous_stride, extent, is_dense
+from .geometry import byte_range, contiguous_stride, describe, extent, is_dense
 from .operands import Operands
 
 if TYPE_CHECKING:
@@ -59,8 +60,17 @@ class Resident:
         if operands is None or dense is None:
             return
         # From here on the pages may move: the tensor that was lent must not look at their frames any more.
+        storage = dense.untyped_storage()
         dense.data = torch.empty(0, dtype=dense.dtype, device=dense.device)
+        still_used = torch._C._storage_Use_Count(storage._cdata) > 1
         operands.release()
+        if still_used:
+            warnings.warn(
+                f"a view of the plain tensor that resident() lent for {describe(self._tensor)} is still alive after the "
+                "context; its bytes are no longer those of the paged tensor: clone what should outlive the context",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if self._mode == UPDATE:
             torch.autograd.graph.increment_version(self._tensor)
 
@@ -251,7 +261,7 @@ class PagedTensor(torch.Tensor):
         return persistence.shallow_copy(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return persistence.plain_object(PagedTensor, self).__reduce_ex__(protocol)
+        return persistence.reduce(PagedTensor, self, protocol)
 
     def tolist(self) -> Any:
         """Return the values as nested lists of Python numbers."""

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pagert.errors import PagertError
+
 from . import copying
+from .geometry import describe
 
 if TYPE_CHECKING:
     from .paged_tensor import PagedTensor
 
-__all__ = ["deepcopy", "plain_object", "shallow_copy"]
+__all__ = ["deepcopy", "plain_object", "reduce", "shallow_copy", "user_attributes"]
 
 _OWN = frozenset({"_region", "_runtime", "_is_param"})
 
@@ -69,6 +73,22 @@ def shallow_copy(tensor: PagedTensor) -> torch.Tensor:
     result.__dict__.update(user_attributes(tensor))
     result.requires_grad_(tensor.requires_grad)
     return result
+
+
+def reduce(cls: type[PagedTensor], tensor: PagedTensor, protocol: Any) -> Any:
+    """Return how to make the plain tensor that stands for `tensor` in a file or in another process."""
+    try:
+        return plain_object(cls, tensor).__reduce_ex__(protocol)
+    except PagertError as error:
+        if threading.current_thread().name != "QueueFeederThread":
+            raise
+        # What is raised in the thread that feeds a queue is printed and forgotten, and the receiver waits
+        # forever. So the refusal itself is sent: it is raised where the tensor was expected.
+        return _refuse, (type(error), f"a paged tensor of {describe(tensor)} was sent through a queue: {error}")
+
+
+def _refuse(kind: type[PagertError], message: str) -> None:
+    raise kind(message)
 
 
 def plain_object(cls: type[PagedTensor], tensor: PagedTensor) -> torch.Tensor:

@@ -7,8 +7,9 @@ hooks that know it keep working. Only what the object is made of is exchanged.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -51,8 +52,10 @@ def page_module(runtime: Runtime, module: torch.nn.Module, min_bytes: int) -> in
         A parameter is part of a graph that is still alive; what was paged before it stays paged.
     """
     named = {id(tensor): (name, tensor) for name, tensor in reversed(list(_tensors(module))) if not tensor.is_meta}
-    for name, tensor in named.values():
+    for name, tensor in reversed(named.values()):
         _check(runtime, name, tensor)
+        if type(tensor) is not PagedTensor:
+            _check_unused(name, tensor)
     plain_bytes = 0
     for group in _shared_bytes([entry for entry in named.values() if type(entry[1]) is not PagedTensor]):
         start = min(byte_range(tensor)[0] for _, tensor in group)
@@ -75,8 +78,10 @@ def page_module(runtime: Runtime, module: torch.nn.Module, min_bytes: int) -> in
 def unpage_module(runtime: Runtime, module: torch.nn.Module) -> None:
     """Give parameters and buffers of `module` that `runtime` pages memory of their own again, one at a time."""
     loaded: dict[int, torch.Tensor] = {}  # by region: ties through one storage stay
-    for name, tensor in {id(tensor): (name, tensor) for name, tensor in _tensors(module)}.values():
+    named = {id(tensor): (name, tensor) for name, tensor in reversed(list(_tensors(module)))}
+    for name, tensor in reversed(named.values()):
         if type(tensor) is PagedTensor and tensor._runtime is runtime:
+            _check_unused(name, tensor)
             region = id(tensor._region)
             keep = tensor._region  # noqa: F841  the id stays unique while the loop may meet the region again
             if tensor._region is None:
@@ -104,6 +109,27 @@ def _check(runtime: Runtime, name: str, tensor: torch.Tensor) -> None:
         check_wrappable(tensor)
     except PagertError as error:
         raise type(error)(f"{name}: {error}") from None
+
+
+def _check_unused(name: str, tensor: torch.Tensor) -> None:
+    """Raise where C++ holds on to what the object is made of: exchanging it would leave that behind."""
+    if tensor._use_count() > 1 and _gradient_node(tensor) is None:  # type: ignore[attr-defined]
+        raise PagertError(
+            f"{name} {describe(tensor)} is used by a graph or a view that is still alive: page a module before its "
+            "forward pass, or after backward when the loss and the views are gone"
+        )
+
+
+def _gradient_node(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
+    """Return the node that receives the gradient of a leaf, if that is all that holds on to the leaf."""
+    if not (tensor.is_leaf and tensor.requires_grad) or tensor._use_count() != 2:  # type: ignore[attr-defined]
+        return None
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    return node if tensor._use_count() == 2 else None  # type: ignore[attr-defined]
+
+
+def _refuse_gradient(name: str, gradients: tuple[torch.Tensor, ...]) -> None:
+    raise PagertError(f"backward reached {name} through a graph from before it was paged or unpaged; run forward again")
 
 
 def _shared_bytes(named: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
@@ -156,6 +182,10 @@ def _become(name: str, tensor: torch.Tensor, replacement: torch.Tensor) -> None:
     Everything else that the object has stays: its gradient (which goes the same way), its hooks, attributes
     and weak references.
     """
+    node = _gradient_node(tensor)
+    if node is not None:
+        # A graph that nobody will run backward any more, most likely; if somebody does, it says so.
+        node.register_prehook(functools.partial(_refuse_gradient, name))
     gradient = tensor.grad
     hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
     attributes = user_attributes(tensor)
@@ -169,20 +199,14 @@ def _become(name: str, tensor: torch.Tensor, replacement: torch.Tensor) -> None:
         _follow_gradient(name, gradient, replacement)
         replacement.grad = gradient
     replacement.__dict__.update(attributes)
-    try:
-        torch._C._swap_tensor_impl(tensor, replacement)
-    except RuntimeError as error:
-        raise PagertError(f"{name} {describe(tensor)} is part of a graph that is still alive, or a view of it is: page a "
-                          "module before its forward pass, or after backward when the loss is gone") from error
+    torch._C._swap_tensor_impl(tensor, replacement)
     tensor.__class__, replacement.__class__ = replacement.__class__, tensor.__class__
     tensor.__dict__, replacement.__dict__ = replacement.__dict__, tensor.__dict__
-    # The hooks are in the object and in the implementation: tell the new one.
-    for target, values in ((replacement, (None, None)), (tensor, hooks)):
-        if values != (None, None) or target is tensor:
-            if values[0] is not None:
-                target._backward_hooks = values[0]  # type: ignore[attr-defined]
-            if values[1] is not None:
-                target._post_accumulate_grad_hooks = values[1]  # type: ignore[attr-defined]
+    # Hooks are known to the object and to the implementation: tell the new one.
+    if hooks[0] is not None:
+        tensor._backward_hooks = hooks[0]  # type: ignore[attr-defined]
+    if hooks[1] is not None:
+        tensor._post_accumulate_grad_hooks = hooks[1]  # type: ignore[attr-defined]
 
 
 def _follow_gradient(name: str, gradient: torch.Tensor, replacement: torch.Tensor) -> None:
@@ -196,6 +220,3 @@ def _follow_gradient(name: str, gradient: torch.Tensor, replacement: torch.Tenso
 def report(plain_bytes: int, min_bytes: int) -> str:
     """Say how much was too small to page."""
     return f"{format_bytes(plain_bytes)} in tensors below {format_bytes(min_bytes)} stay unpaged"
-
-
-_ = Any

@@ -187,6 +187,18 @@ def test_resident_read_leaves_the_pages_clean_and_the_version_alone(pager):
         paged.resident("write")
 
 
+def test_view_that_outlives_its_resident_context_is_reported(pager):
+    paged = pager.tensor(torch.arange(10.0))
+    with pytest.warns(RuntimeWarning, match="still alive after the context"), paged.resident() as dense:
+        view = dense[2:]
+    del view
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with paged.resident() as dense:
+            total = dense[2:].sum()
+    assert total.item() == 44
+
+
 def test_resident_lets_go_after_an_exception_and_opens_once(pager):
     paged = pager.tensor(torch.arange(10.0))
     context = paged.resident()
