@@ -146,7 +146,9 @@ void flash_pool_harvest(pagert_flash *flash);
 void flash_pool_close(pagert_flash *flash); /* waits for the pieces that threads work on */
 void flash_pool_forget(pagert_flash *flash); /* in a forked child, where the threads do not exist */
 
-/* crc32c.c */
-uint32_t pagert_crc32c_portable(uint32_t seed, const void *bytes, uint64_t size_bytes);
+/* crc32c.c: one way by name, for the tests. -EOPNOTSUPP where the processor lacks it. */
+enum { CRC32C_PORTABLE, CRC32C_INSTRUCTION, CRC32C_FOLDING, CRC32C_WAY_COUNT };
+int pagert_crc32c_by(unsigned way, uint32_t seed, const void *bytes, uint64_t size_bytes,
+                     uint32_t *checksum);
 
 #endif
