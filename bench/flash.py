@@ -288,8 +288,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         Engine("engine, threads", folder, sizes, memory, backend="threads"),
     ]
     if chosen.sweep:
-        for depth in (4, 8, 16, 32):
-            for request in (MIB // 2, MIB, 2 * MIB, 4 * MIB):
+        for depth in (8, 16, 32, 64):
+            for request in (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB):
                 name = f"engine, {depth} x {request / MIB:g} MiB"
                 options = {"depth": depth, "request_bytes": request, "backend": "io_uring"}
                 contenders.append(Engine(name, folder, sizes, memory, **options))
