@@ -67,40 +67,50 @@ cdef int take_up_to_full(pagert_engine *engine, pagert_request *requests, Py_ssi
     return engine.flush(engine.context)
 
 
-cdef int drive(pagert_engine *engine, pagert_request *requests, Py_ssize_t count) except -1 nogil:
-    """Run requests to their end, without the GIL. After Ctrl-C no more are started, and those in flight
-    are waited for, since the kernel still writes to their buffers."""
-    cdef Py_ssize_t taken = 0, given_back = 0
-    cdef int code = 0, reaped
-    cdef bint interrupted = False
+cdef int wait_and_reap(pagert_engine *engine) noexcept nogil:
+    """Wait up to a tenth of a second. How many requests came back, or -errno."""
     cdef pagert_request *finished[REAP_MAX]
     cdef pollfd descriptor
     descriptor.fd = engine.event_fd
     descriptor.events = POLLIN
-    while given_back < count:
-        if not code and not interrupted:
-            code = take_up_to_full(engine, requests, &taken, count)
-        if (code or interrupted) and given_back == taken:
+    descriptor.revents = 0
+    poll(&descriptor, 1, 100)
+    return engine.reap(engine.context, finished, REAP_MAX)
+
+
+cdef void wait_for(pagert_engine *engine, Py_ssize_t count) noexcept nogil:
+    cdef int reaped
+    while count > 0:
+        reaped = wait_and_reap(engine)
+        if reaped < 0:
+            return
+        count -= reaped
+
+
+cdef int drive(pagert_engine *engine, pagert_request *requests, Py_ssize_t count) except -1 nogil:
+    """Run requests to their end, without the GIL. What a signal handler raises (Ctrl-C) ends it early, but
+    never before the requests in flight are back, since the kernel still writes to their buffers."""
+    cdef Py_ssize_t taken = 0, given_back = 0
+    cdef int code = 0, reaped
+    while given_back < count and not code:
+        code = take_up_to_full(engine, requests, &taken, count)
+        if code:
             break
-        descriptor.revents = 0
-        poll(&descriptor, 1, 100)
-        reaped = engine.reap(engine.context, finished, REAP_MAX)
+        reaped = wait_and_reap(engine)
         if reaped < 0:
             code = reaped
-            break
-        given_back += reaped
-        if not interrupted and not reaped:
+        elif reaped:
+            given_back += reaped
+        else:
             with gil:
                 try:
                     PyErr_CheckSignals()
                 except BaseException:
-                    if given_back == taken:
-                        raise
-                    interrupted = True
-    if interrupted:
-        with gil:
-            raise KeyboardInterrupt
+                    with nogil:
+                        wait_for(engine, taken - given_back)
+                    raise
     if code:
+        wait_for(engine, taken - given_back)
         with gil:
             raise OSError(-code, reason(code))
     return 0

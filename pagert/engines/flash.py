@@ -84,7 +84,7 @@ def open_flash(
     >>> back == b"x" * 4096
     True
     """
-    path = os.fspath(folder)
+    path = os.fsdecode(folder)
     _check_options(capacity_bytes, block_bytes, depth, request_bytes, backend, direct)
     try:
         file = FlashFile(

@@ -58,16 +58,17 @@ static int hit(int least, unsigned thousandths)
     return (atomic_load(&faults) == least || atomic_load(&faults) == ALL) && draw(1000) < thousandths;
 }
 
-/* The device. It takes whole sectors only, as direct I/O does, but may move any part of them. */
+/* The device. It takes aligned ranges only, as direct I/O does, but may move any part of them. */
 enum { DISK_BYTES = 2 << 20, SECTOR_BYTES = 512 };
 static uint8_t disk[DISK_BYTES];
+static uint32_t alignment; /* as found out at the opening; 1 for buffered I/O */
 static _Atomic uint8_t flipped[DISK_BYTES / SECTOR_BYTES]; /* the last read from here had a bit flipped */
 
 /* What both backends end in. As the system calls: bytes, or -1 and errno. */
 static ssize_t faulty_transfer(void *memory, size_t size_bytes, off_t offset_bytes, int writing)
 {
     static const int errors[] = {EINTR, EAGAIN, EIO, ENOSPC};
-    CHECK(offset_bytes % SECTOR_BYTES == 0 && size_bytes % SECTOR_BYTES == 0);
+    CHECK(offset_bytes % alignment == 0 && size_bytes % alignment == 0);
     CHECK((uint64_t)offset_bytes + size_bytes <= DISK_BYTES);
     if (hit(DELAYS, 60)) {
         errno = errors[draw(2)];
@@ -424,9 +425,11 @@ static void run(const char *folder, int with_ring, uint32_t request_bytes, uint3
     };
     pagert_flash *flash;
     pagert_flash_info info;
+    alignment = 1;
     atomic_store(&faults, NONE);
     CHECK(pagert_flash_open_on(&faulty_kernel, &options, &flash, &info) == 0);
-    CHECK(info.offset_alignment % SECTOR_BYTES == 0 || !info.direct);
+    alignment = info.offset_alignment;
+    CHECK(alignment % SECTOR_BYTES == 0 || !info.direct);
     const pagert_engine engine = pagert_flash_engine(flash);
     uint64_t content = 1;
     for (int kind = NONE; kind <= ALL; kind++) {
