@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Every way to a CRC32C that this processor has, against the definition bit by bit: all sizes up to a few
- * kilobytes, larger ones around the units of each way, every alignment, with and without a seed.
+ * Every way to a CRC32C that this processor has, against the definition bit by bit: all sizes up to
+ * a few kilobytes, larger ones around the units of each way, every alignment, with and without a
+ * seed.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -48,7 +49,8 @@ int main(void)
     for (unsigned way = 0; way < CRC32C_WAY_COUNT; way++) {
         int found = 0;
         for (uint64_t size_bytes = 0; size_bytes < SMALL; size_bytes++)
-            found |= compare(way, (uint32_t)size_bytes * 2654435761u, bytes + size_bytes % 64, size_bytes);
+            found |= compare(way, (uint32_t)size_bytes * 2654435761u, bytes + size_bytes % 64,
+                             size_bytes);
         for (unsigned i = 0; i < sizeof large / sizeof *large; i++)
             found |= compare(way, i % 2 ? 0 : 0xdeadbeefu, bytes + i, large[i]);
         printf("crc32c_ways: way %u %s\n", way, found ? "passed" : "is not in this processor");

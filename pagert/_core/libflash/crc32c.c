@@ -6,15 +6,16 @@
  *
  * PORTABLE takes eight bytes at a time through eight tables.
  *
- * INSTRUCTION: the processor's instruction takes eight bytes and has a latency of three cycles but starts
- * one each cycle, so three independent stripes run interleaved, and their results are joined. Appending n
- * zero bytes is a linear map of the 32 bits of the checksum; for the two stripe lengths in use it lies in
- * four tables of 256 words, so that joining costs a few loads.
+ * INSTRUCTION: the processor's instruction takes eight bytes and has a latency of three cycles but
+ * starts one each cycle, so three independent stripes run interleaved, and their results are
+ * joined. Appending n zero bytes is a linear map of the 32 bits of the checksum; for the two stripe
+ * lengths in use it lies in four tables of 256 words, so that joining costs a few loads.
  *
  * FOLDING: carry-less products of 512 bits at a time. A block of 256 bytes times x^2048, modulo the
- * polynomial, is added to the next block (Gopal et al., Fast CRC Computation for Generic Polynomials Using
- * PCLMULQDQ Instruction, Intel 2009); the instruction reduces the last one. Measured on a Zen 5 core, from
- * DRAM, where a checksum is computed once a page: 37 GB/s for the instruction's 18.
+ * polynomial, is added to the next block (Gopal et al., Fast CRC Computation for Generic
+ * Polynomials Using PCLMULQDQ Instruction, Intel 2009); the instruction reduces the last one.
+ * Measured on a Zen 5 core, from DRAM, where a checksum is computed once a page: 37 GB/s for the
+ * instruction's 18.
  */
 #include <errno.h>
 #include <pthread.h>
@@ -71,7 +72,8 @@ typedef struct shift_tables {
 
 static uint32_t byte_tables[8][256]; /* [k][b]: checksum of byte b with k zero bytes after it */
 static shift_tables shift_long, shift_short;
-static uint32_t (*ways[CRC32C_WAY_COUNT])(uint32_t state, const uint8_t *bytes, uint64_t size_bytes);
+static uint32_t (*ways[CRC32C_WAY_COUNT])(uint32_t state, const uint8_t *bytes,
+                                          uint64_t size_bytes);
 static unsigned best_way;
 static pthread_once_t chosen = PTHREAD_ONCE_INIT;
 
@@ -147,11 +149,12 @@ HARDWARE_TARGET static inline uint32_t update_stripes(uint32_t state, const uint
 }
 
 HARDWARE_TARGET static uint32_t update_instruction(uint32_t state, const uint8_t *bytes,
-                                                uint64_t size_bytes)
+                                                   uint64_t size_bytes)
 {
     for (; size_bytes >= 3 * STRIPE_LONG; bytes += 3 * STRIPE_LONG, size_bytes -= 3 * STRIPE_LONG)
         state = update_stripes(state, bytes, STRIPE_LONG, &shift_long);
-    for (; size_bytes >= 3 * STRIPE_SHORT; bytes += 3 * STRIPE_SHORT, size_bytes -= 3 * STRIPE_SHORT)
+    for (; size_bytes >= 3 * STRIPE_SHORT;
+         bytes += 3 * STRIPE_SHORT, size_bytes -= 3 * STRIPE_SHORT)
         state = update_stripes(state, bytes, STRIPE_SHORT, &shift_short);
     for (; size_bytes >= 8; bytes += 8, size_bytes -= 8)
         state = HARDWARE_WORD(state, load_word(bytes));
@@ -162,10 +165,11 @@ HARDWARE_TARGET static uint32_t update_instruction(uint32_t state, const uint8_t
 #endif
 
 #ifdef FOLDING_TARGET
-static uint64_t fold_low, fold_high; /* what the low and the high half of 128 bits are multiplied with */
+/* What the low and the high half of 128 bits are multiplied with. */
+static uint64_t fold_low, fold_high;
 
-/* x^exponent modulo the polynomial, reflected; one bit up, since a product of reflected numbers is short
- * of one. */
+/* x^exponent modulo the polynomial, reflected; one bit up, since a product of reflected numbers is
+ * short of one. */
 static uint64_t power_of_x(uint32_t exponent)
 {
     uint32_t power = 1u << 31;
@@ -182,7 +186,8 @@ FOLDING_TARGET static inline __m512i fold(__m512i sum, __m512i factors, const ui
     return _mm512_ternarylogic_epi64(low, high, _mm512_loadu_si512(bytes), exclusive_or);
 }
 
-FOLDING_TARGET static uint32_t update_folding(uint32_t state, const uint8_t *bytes, uint64_t size_bytes)
+FOLDING_TARGET static uint32_t update_folding(uint32_t state, const uint8_t *bytes,
+                                              uint64_t size_bytes)
 {
     if (size_bytes < 2 * FOLD_BYTES)
         return update_instruction(state, bytes, size_bytes);
