@@ -17,7 +17,7 @@ HUGE_PAGE = 2 << 20
 
 
 class HugeMemory:
-    """Anonymous memory at a 2 MiB boundary, in huge pages where the kernel gives them, faulted in."""
+    """Anonymous memory at a 2 MiB boundary, in huge pages where there are any, faulted in."""
 
     def __init__(self, size_bytes: int) -> None:
         # Private: shared anonymous memory is a file in RAM, with rules of its own for huge pages.
@@ -94,7 +94,7 @@ def _file_system(folder: str) -> dict[str, str]:
 
 
 def machine_facts(folder: str) -> dict[str, str]:
-    """Return what the figures depend on: processor, memory, kernel, and the device under a folder."""
+    """Return what figures depend on: processor, memory, kernel, the device under a folder."""
     return {
         "processor": _field("/proc/cpuinfo", "model name"),
         "cores": str(len(os.sched_getaffinity(0))),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flash engine beside raw baselines, in one run.
 
-Every contender moves the same number of bytes, sequentially, between a file of its own on the same file
-system and the same kind of memory (2 MiB aligned, huge pages, faulted in). The rounds are interleaved, and
-shuffled within a round, so that a slow moment of the machine hits all alike. The engine computes and
-verifies checksums; the baselines do not.
+Every contender moves the same number of bytes, sequentially, between a file of its own on the same
+file system and the same memory (2 MiB aligned, huge pages, faulted in; fio and DeepSpeed have their
+own). The rounds are interleaved, and shuffled within a round, so that a slow moment of the
+machine hits all alike. The engine computes and verifies checksums; the baselines do not.
 
     python bench/flash.py [--folder DIR] [--smoke] [--json FILE] [--sweep]
 """
@@ -146,7 +146,7 @@ class Fio(Contender):
 
 
 class AioHandle(Contender):
-    """DeepSpeed's aio_handle, in its own pinned memory, with the settings of its own tuning guide."""
+    """DeepSpeed's aio_handle, in its own pinned memory."""
 
     def __init__(self, folder: str, sizes: Sizes, handle: Any, torch: Any):
         super().__init__("DeepSpeed aio_handle, 1 MiB x 32, 2 threads")
@@ -195,7 +195,7 @@ def find_deepspeed(folder: str, sizes: Sizes) -> list[Contender]:
 
 
 def run_rounds(contenders: list[Contender], sizes: Sizes, seed: int) -> None:
-    """Interleave the contenders. The first round warms up, allocates extents, and does not count."""
+    """Interleave the contenders. The first round allocates and warms up; it does not count."""
     order = random.Random(seed)
     for round_index in range(sizes.rounds + 1):
         for kind in ("write", "read"):

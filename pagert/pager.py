@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .errors import ConfigurationError, PagerClosed
+from .errors import ConfigurationError
 from .runtime import Runtime
 from .tensor.paged_tensor import PagedTensor, check_wrappable
 from .training import modules
@@ -63,7 +63,7 @@ class Pager(Runtime):
         UnsupportedTensor
             `data` is sparse, quantized, nested, on the meta device or of another tensor subclass.
         """
-        self._check_open("tensor")
+        self._check_open("pager.tensor")
         source = data if isinstance(data, torch.Tensor) else torch.as_tensor(data)
         check_wrappable(source)
         if type(source) is PagedTensor and source._runtime is not self:
@@ -74,7 +74,7 @@ class Pager(Runtime):
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None,
               requires_grad: bool = False) -> PagedTensor:
         """Make a paged tensor of zero pages. They take no room until they are written."""
-        self._check_open("empty")
+        self._check_open("pager.empty")
         shape = _shape(size)
         result = PagedTensor._reserve(self, shape, None, dtype or torch.get_default_dtype())
         return result.requires_grad_() if requires_grad else result
@@ -117,7 +117,7 @@ class Pager(Runtime):
         PagertError
             A parameter is part of a graph that is still alive.
         """
-        self._check_open("page_")
+        self._check_open("pager.page_")
         if min_bytes is None:
             min_bytes = self.page_bytes // 4
         elif min_bytes < 0:
@@ -128,13 +128,9 @@ class Pager(Runtime):
 
     def unpage_(self, module: _Module) -> _Module:
         """Give the parameters, buffers and gradients of a module plain memory again, in place. Returns the module."""
-        self._check_open("unpage_")
+        self._check_open("pager.unpage_")
         modules.unpage_module(self, module)
         return module
-
-    def _check_open(self, what: str) -> None:
-        if self.closed:
-            raise PagerClosed(f"{what}: the pager is closed; make a new one")
 
 
 def _plain(tensor: PagedTensor) -> torch.Tensor:

@@ -153,7 +153,7 @@ class FakePump:
                 if not gaps:
                     break
                 start, slack = self.random.choice(gaps)
-                slack = min(slack, spare) if attempt < 10 else 0
+                slack = max(0, min(slack, spare)) if attempt < 10 else 0
                 shift = self.random.randint(0, slack)
                 spare -= shift
                 window.frame = start + shift
@@ -261,6 +261,10 @@ class FakeRuntime:
 
     def close(self) -> None:
         self.pump.closed = True
+
+    def _check_open(self, what: str) -> None:
+        if self.closed:
+            raise PagerClosed(f"{what}: the pager is closed")
 
     def __enter__(self):
         return self

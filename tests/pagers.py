@@ -11,7 +11,7 @@ import pytest
 
 try:
     import pagert._core.pump
-    import pagert.runtime  # noqa: F401
+    import pagert.runtime
 
     REAL = True
 except ImportError:  # the extension modules are not built: the fake stands in for them
@@ -35,6 +35,9 @@ class FakePager(Pager):
     closed = fake_runtime.FakeRuntime.closed
     flush = fake_runtime.FakeRuntime.flush
     close = fake_runtime.FakeRuntime.close
+    stats = fake_runtime.FakeRuntime.stats
+    reset_stats = fake_runtime.FakeRuntime.reset_stats
+    _check_open = fake_runtime.FakeRuntime._check_open
     __enter__ = fake_runtime.FakeRuntime.__enter__
     __exit__ = fake_runtime.FakeRuntime.__exit__
 

@@ -28,7 +28,7 @@ typedef struct pagert_flash_options {
     const char *folder;       /* where the file lives; must exist */
     uint64_t capacity_bytes;  /* a multiple of block_bytes */
     uint32_t block_bytes;     /* checksum unit: offsets and sizes of requests are multiples of it */
-    uint32_t depth;           /* pieces in flight at once, at most 1024; 0: a measured default */
+    uint32_t depth;           /* pieces in flight at once, at most 4096; 0: a measured default */
     uint32_t request_bytes;   /* larger requests are split into pieces of this size; 0: a measured default */
     uint32_t backend;         /* PAGERT_BACKEND_*; AUTO: io_uring for direct I/O, else threads */
     uint32_t direct;          /* PAGERT_DIRECT_*; AUTO: direct where it works, else buffered */

@@ -240,9 +240,10 @@ cdef class FlashFile:
             raise ValueError(
                 f"offset {offset_bytes} and size {size_bytes} must be multiples of the block "
                 f"size, {self.facts.block_bytes} bytes")
-        if offset_bytes + size_bytes > self.facts.capacity_bytes:
+        if (size_bytes > self.facts.capacity_bytes
+                or offset_bytes > self.facts.capacity_bytes - size_bytes):
             raise ValueError(
-                f"bytes {offset_bytes} to {offset_bytes + size_bytes} do not fit the file, which has "
+                f"{size_bytes} bytes at offset {offset_bytes} do not fit the file, which has "
                 f"{self.facts.capacity_bytes} bytes")
         if <uintptr_t>buffer.buf % self.facts.memory_alignment and size_bytes:
             if posix_memalign(&staging, alignment, size_bytes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libpager as it is: one class that owns a pager, with no engine, no pump and no bytes behind it."""
+"""libpager as it is: a class that owns a pager, with no engine, no pump and no bytes behind it."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -113,7 +113,7 @@ def memory_bytes(
 ) -> int: ...
 
 class Core:
-    """One pager and the memory it lives in, mapped lazily. Single-threaded, like the core itself."""
+    """One pager and the memory it lives in, mapped lazily. Single-threaded, as the core is."""
 
     def __init__(
         self,

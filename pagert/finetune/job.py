@@ -99,9 +99,9 @@ def _train(settings: Settings, report: Report, view: View) -> None:
             pager = stack.enter_context(_open_pager(settings))
             view.watch(pager)
             stack.callback(view.watch, None)
-            stack.callback(lambda: report.take_stats(pager.stats()))
+            stack.callback(lambda: setattr(report, "stats", pager.stats()))
         stack.callback(lambda: setattr(report, "peak_rss_bytes", memory.peak_rss_bytes()))
-        device = _device(settings, pager)
+        device = _device(settings)
         report.device = str(device)
         view.phase(
             f"loading {report.parameters:,} parameters into {'pages' if pager else 'memory'}"
@@ -158,9 +158,9 @@ def _budgets(settings: Settings) -> dict[str, Any]:
     return {"device": settings.device} | {name: getattr(settings, name) for name in names}
 
 
-def _device(settings: Settings, pager: Any | None) -> torch.device:
-    if pager is not None:
-        return pager.empty(1, dtype=torch.float32).device
+def _device(settings: Settings) -> torch.device:
+    if not settings.unpaged:
+        return Config.resolve(**_budgets(settings)).device
     if settings.device == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:

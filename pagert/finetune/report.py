@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pagert.config import format_bytes
+from pagert.stats import Stats
 
-__all__ = ["MovedBytes", "Report", "StepReport", "TierReport", "loss_bits"]
+__all__ = ["MovedBytes", "Report", "StepReport", "loss_bits"]
 
 
 def loss_bits(loss: float | None) -> str | None:
@@ -32,27 +33,18 @@ class StepReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TierReport:
-    """One tier's use, in bytes."""
-
-    capacity_bytes: int
-    used_bytes: int
-    peak_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class MovedBytes:
-    """What was moved between tiers since the pager was made."""
+    """What was moved between tiers, and how long operators waited for it, in a part of the job."""
 
-    flash_read_bytes: int = 0
-    flash_written_bytes: int = 0
-    host_to_device_bytes: int = 0
-    device_to_host_bytes: int = 0
-    stall_seconds: float = 0.0
+    flash_read_bytes: int
+    flash_written_bytes: int
+    host_to_device_bytes: int
+    device_to_host_bytes: int
+    stall_seconds: float
 
     @classmethod
-    def of(cls, stats: Any) -> MovedBytes:
-        """Take the counters out of `pager.stats()`."""
+    def of(cls, stats: Stats) -> MovedBytes:
+        """Take the counters out of the pager's statistics."""
         return cls(**{name: getattr(stats, name) for name in cls.__dataclass_fields__})
 
     def since(self, earlier: MovedBytes) -> MovedBytes:
@@ -78,8 +70,7 @@ class Report:
     steps: list[StepReport] = field(default_factory=list)
     held_out_before: float | None = None
     held_out_after: float | None = None
-    tiers: dict[str, TierReport | None] = field(default_factory=dict)
-    moved: MovedBytes | None = None  # in all
+    stats: Stats | None = None  # the pager's, over the whole job
     moved_in_steps: MovedBytes | None = None
     peak_rss_bytes: int = 0
     weights: dict[str, str] = field(default_factory=dict)  # digests
@@ -105,21 +96,6 @@ class Report:
         bits["held out after"] = loss_bits(self.held_out_after)
         return bits
 
-    def take_stats(self, stats: Any) -> None:
-        """Note what `pager.stats()` says now."""
-        self.moved = MovedBytes.of(stats)
-        for name in ("device", "host", "flash"):
-            tier = getattr(stats, name)
-            self.tiers[name] = (
-                None
-                if tier is None
-                else TierReport(
-                    capacity_bytes=tier.capacity_bytes,
-                    used_bytes=tier.used_bytes,
-                    peak_bytes=tier.peak_bytes,
-                )
-            )
-
     def lines(self) -> Iterator[str]:
         """Yield the report for people."""
         kind = "paged" if self.paged else "unpaged"
@@ -133,42 +109,33 @@ class Report:
             yield f"  training loss   {first:.4f} first step, {last:.4f} last step"
             speed = f"{self.tokens_per_second:.1f} tokens/s"
             yield f"  step time       {self.median_step_seconds:.2f} s median, {speed}"
-        for name, tier in self.tiers.items():
-            if tier is not None:
-                peak, capacity = format_bytes(tier.peak_bytes), format_bytes(tier.capacity_bytes)
-                yield f"  {name + ' tier':<14}  peak {peak} of {capacity}"
-        if self.moved is not None:
-            yield from self._moved_lines(self.moved)
+        if self.stats is not None:
+            yield from self._tier_lines(self.stats)
         yield f"  peak RSS        {format_bytes(self.peak_rss_bytes)}"
         if self.out is not None:
             yield f"  tuned model     {self.out}"
 
-    def _moved_lines(self, moved: MovedBytes) -> Iterator[str]:
-        a_step = ""
+    def _tier_lines(self, stats: Stats) -> Iterator[str]:
+        for name in ("device", "host", "flash"):
+            tier = getattr(stats, name)
+            if tier is not None:
+                peak, capacity = format_bytes(tier.peak_bytes), format_bytes(tier.capacity_bytes)
+                yield f"  {name + ' tier':<14}  peak {peak} of {capacity}"
+        if stats.flash is not None:
+            read, written = stats.flash_read_bytes, stats.flash_written_bytes
+            yield f"  flash moved     {format_bytes(read)} read, {format_bytes(written)} written"
+            direct = "direct" if stats.flash_direct else "buffered by the kernel"
+            yield f"  flash I/O       {stats.flash_backend}, {direct}"
+        if stats.host is not None:
+            inward, outward = stats.host_to_device_bytes, stats.device_to_host_bytes
+            yield f"  host moved      {format_bytes(inward)} in, {format_bytes(outward)} out"
+        yield f"  stall time      {stats.stall_seconds:.2f} s"
         if self.moved_in_steps is not None and self.steps:
-            count = len(self.steps)
-            a_step = (
-                f"; a step {format_bytes(self.moved_in_steps.flash_read_bytes / count)} read, "
-                f"{format_bytes(self.moved_in_steps.flash_written_bytes / count)} written"
-            )
-        if self.tiers.get("flash") is not None:
-            yield (
-                f"  flash moved     {format_bytes(moved.flash_read_bytes)} read, "
-                f"{format_bytes(moved.flash_written_bytes)} written{a_step}"
-            )
-        if self.tiers.get("host") is not None:
-            yield (
-                f"  host moved      {format_bytes(moved.host_to_device_bytes)} to the device, "
-                f"{format_bytes(moved.device_to_host_bytes)} from it"
-            )
-        stalled = (
-            moved.stall_seconds
-            if self.moved_in_steps is None
-            else self.moved_in_steps.stall_seconds
-        )
-        yield f"  stall time      {stalled:.2f} s" + (
-            " in the steps" if self.moved_in_steps is not None else ""
-        )
+            moved, count = self.moved_in_steps, len(self.steps)
+            read = format_bytes(moved.flash_read_bytes / count)
+            written = format_bytes(moved.flash_written_bytes / count)
+            stalled = f"{moved.stall_seconds / count:.2f} s stalled"
+            yield f"  a step          {read} read from flash, {written} written, {stalled}"
 
     def as_json(self, settings: dict[str, Any]) -> str:
         """Write everything for programs. Losses that are not finite are null; see `losses_bits`."""

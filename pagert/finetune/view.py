@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,7 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pagert.config import format_bytes
+from pagert.errors import PagerClosed
 from pagert.finetune.report import StepReport
+from pagert.stats import Stats
+
+if TYPE_CHECKING:
+    from pagert import Pager
 
 __all__ = ["View"]
 
@@ -41,7 +46,7 @@ class View:
         self._title, self._steps = title, steps
         self._phase = ""
         self._done: list[StepReport] = []
-        self._pager: Any | None = None
+        self._pager: Pager | None = None
         self._live = None
         if self._console.is_terminal and not plain:
             self._live = Live(
@@ -61,7 +66,7 @@ class View:
         if self._live is not None:
             self._live.stop()
 
-    def watch(self, pager: Any | None) -> None:
+    def watch(self, pager: Pager | None) -> None:
         """Show the tiers of `pager` from now on; `None`: no tiers."""
         self._pager = pager
 
@@ -82,6 +87,15 @@ class View:
         self._console.print(text, markup=False)
         self._console.file.flush()
 
+    def _stats(self) -> Stats | None:
+        pager = self._pager  # once: the job's thread takes it away while the view's is drawing
+        if pager is None:
+            return None
+        try:
+            return pager.stats()
+        except PagerClosed:
+            return None
+
     def _step_line(self) -> str:
         step = self._done[-1]
         parts = [
@@ -90,8 +104,8 @@ class View:
             f"{step.seconds:.2f} s",
             f"{step.tokens / step.seconds:.1f} tokens/s",
         ]
-        if self._pager is not None:
-            stats = self._pager.stats()
+        stats = self._stats()
+        if stats is not None:
             for name in _TIERS:
                 tier = getattr(stats, name)
                 if tier is not None:
@@ -110,9 +124,8 @@ class View:
             ProgressBar(total=self._steps, completed=count, width=40),
             f"{count}/{self._steps}",
         )
-        pager = self._pager  # the view's thread and the job's race for it: take it once
-        if pager is not None:
-            stats = pager.stats()
+        stats = self._stats()
+        if stats is not None:
             for name in _TIERS:
                 tier = getattr(stats, name)
                 if tier is not None:
@@ -128,7 +141,7 @@ class View:
         return Group(Text(f"{self._title}: {self._phase}", style="bold"), table)
 
 
-def _moved(stats: Any) -> str:
+def _moved(stats: Stats) -> str:
     parts = []
     if stats.flash is not None:
         parts.append(

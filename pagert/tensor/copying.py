@@ -66,7 +66,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_never_written(tensor: PagedTensor) -> bool:
-    """Tell whether every page of `tensor` is still zero."""
+    """Tell whether every page of `tensor` is still zero, and its values are plain zeros."""
+    if tensor.is_neg() or tensor.is_conj():
+        return False  # zeros with a sign
     offset_bytes, size_bytes = byte_range(tensor)
     if size_bytes == 0:
         return True

@@ -46,7 +46,9 @@ def run_dense(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], opti
     """Pin every paged operand, run the operator on dense views, let go."""
     operands = Operands(cls, plan.name)
     written = plan.written
-    if not written:
+    if plan.whole:
+        _collect_whole(cls, operands, arguments, options)
+    elif not written:
         for value in arguments:
             operands.collect(value, READ)
         for value in options.values():
@@ -55,8 +57,10 @@ def run_dense(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], opti
         write = UPDATE
         if plan.overwrites is not None and plan.overwrites(arguments, options):
             write = OVERWRITE
+        unscaled = plan.gradients if options.get("grad_scale") is None else None
         for position, value in enumerate(arguments):
-            operands.collect(value, write if position in written else READ)
+            reads = position not in written or position == unscaled
+            operands.collect(value, READ if reads else write)
         for name, value in options.items():
             operands.collect(value, write if name in written else READ)
     operands.pin()
@@ -71,8 +75,11 @@ def run_dense(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], opti
 def run_out(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Run an operator with out= tensors. Their old bytes are kept until the kernel has accepted the call."""
     operands = Operands(cls, plan.name)
-    for value in arguments:
-        operands.collect(value, READ)
+    if plan.whole:
+        _collect_whole(cls, operands, arguments, {})
+    else:
+        for value in arguments:
+            operands.collect(value, READ)
     outs = []
     for name, value in options.items():
         if name in plan.outs and type(value) is cls:
@@ -93,6 +100,18 @@ def run_out(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], option
         for out in outs:
             _follow(cls, out, operands.dense(out))
         return operands.leave(result)
+
+
+def _collect_whole(
+    cls: type[PagedTensor],
+    operands: Operands,
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+) -> None:
+    if type(arguments[0]) is cls:
+        operands.add(arguments[0], READ, whole=True)
+    for value in (*arguments[1:], *options.values()):
+        operands.collect(value, READ)
 
 
 def _follow(cls: type[PagedTensor], out: PagedTensor, dense: torch.Tensor) -> None:

@@ -57,7 +57,7 @@ def _run_range(cls: type[PagedTensor], plan: Plan, call: tuple[Sequence[Any], Ma
         _run_range(cls, plan, call, (start, middle), results)
         return _run_range(cls, plan, call, (middle, stop), results)
     if isinstance(returned, (list, tuple)) and all(isinstance(item, torch.Tensor) for item in returned):
-        results.extend(_page_results(cls, cut[0], returned))
+        results.extend(_page_results(cls, cut, returned))
     return returned
 
 
@@ -100,11 +100,11 @@ def _page_bytes(tensor: PagedTensor, page_bytes: int) -> int:
     return (last - first + 1) * page_bytes
 
 
-def _page_results(cls: type[PagedTensor], operands: Any, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _page_results(cls: type[PagedTensor], arguments: Sequence[Any], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Page the results that have the shape of a paged operand: state, not statistics."""
+    operands = next(value for value in arguments if isinstance(value, (list, tuple)))
     paged = []
-    for index, result in enumerate(results):
-        operand = operands[index] if isinstance(operands, (list, tuple)) and index < len(operands) else None
+    for operand, result in zip(operands, results, strict=True):
         if type(operand) is cls and type(result) is torch.Tensor and result.shape == operand.shape:
             result = cls._page(operand._runtime, result)
         paged.append(result)

@@ -32,7 +32,7 @@ class Operands:
     """Collect with `add`, then `pin`, run on `dense` values, `leave` with the results, `release`."""
 
     __slots__ = ("_accesses", "_cls", "_dense", "_empty", "_guarded", "_name", "_pin", "_tensors",
-                 "runtime")
+                 "_whole", "runtime")
 
     def __init__(self, cls: type[PagedTensor], name: str) -> None:
         self._cls = cls
@@ -42,6 +42,7 @@ class Operands:
         self._accesses: list[tuple[Any, int, int, int]] = []
         self._empty: list[PagedTensor] = []  # without elements: they have no bytes to pin
         self._guarded: set[int] = set()  # accesses whose dense view must not grow
+        self._whole: set[int] = set()  # accesses to the whole region
         self._dense: dict[int, tuple[PagedTensor, torch.Tensor]] = {}  # by the operand's id
         self._pin: Pin | None = None
 
@@ -55,8 +56,12 @@ class Operands:
                 if type(item) is self._cls:
                     self.add(item, mode)
 
-    def add(self, tensor: PagedTensor, mode: int, guarded: bool = False) -> None:
-        """Add one paged tensor. A `guarded` one gets a dense view that refuses to be resized larger."""
+    def add(self, tensor: PagedTensor, mode: int, guarded: bool = False, whole: bool = False) -> None:
+        """Add one paged tensor.
+
+        A `guarded` one gets a dense view that refuses to be resized larger; with `whole`, the view lies in a storage
+        that is the tensor's whole region.
+        """
         if self.runtime is None:
             self.runtime = tensor._runtime
         elif tensor._runtime is not self.runtime:
@@ -67,6 +72,9 @@ class Operands:
         if size_bytes == 0:
             self._empty.append(tensor)
             return
+        if whole:
+            self._whole.add(len(self._accesses))
+            offset_bytes, size_bytes = 0, torch._C.TensorBase.untyped_storage(tensor).nbytes()
         if mode == OVERWRITE and not fills_range(tensor):
             mode = UPDATE
         if guarded:
@@ -87,7 +95,10 @@ class Operands:
             storage = self.runtime.storage
             for index, tensor in enumerate(self._tensors):
                 start = pin.device_bytes[index]
-                if index in self._guarded:
+                if index in self._whole:
+                    region = storage[start : start + accesses[index][2]]
+                    dense = _dense_view(tensor, region, tensor.storage_offset())
+                elif index in self._guarded:
                     window = storage[start : start + accesses[index][2]]
                     dense = _dense_view(tensor, window, 0)
                 else:

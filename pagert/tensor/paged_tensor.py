@@ -240,7 +240,7 @@ class PagedTensor(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         if format_spec and self.dim() == 0:
             return format(self.item(), format_spec)
-        return format(repr(self), format_spec)
+        return object.__format__(self, format_spec)
 
     # Copies and files.
 
@@ -319,20 +319,23 @@ class PagedTensor(torch.Tensor):
 def check_wrappable(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, or raise `UnsupportedTensor` with the reason why its like cannot be paged."""
     kind = type(tensor)
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        raise UnsupportedTensor(f"{kind.__name__} has no shape yet; run the module once before")
     reason = ""
     if tensor.is_nested:
-        reason = "nested tensors cannot be paged; page their parts"
-    elif tensor.layout is not torch.strided:
-        reason = f"the layout {tensor.layout} cannot be paged; use `.to_dense()`"
+        raise UnsupportedTensor("nested tensors cannot be paged; page their parts")
+    if tensor.layout is not torch.strided:
+        reason = f"the layout {str(tensor.layout).removeprefix('torch.')} cannot be paged; use `.to_dense()`"
     elif tensor.is_quantized:
-        reason = f"quantized tensors ({tensor.dtype}) cannot be paged; use `.int_repr()` or `.dequantize()`"
-    elif isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
-        reason = f"{kind.__name__} has no shape yet; run the module once before"
+        reason = "quantized tensors cannot be paged; use `.int_repr()` or `.dequantize()`"
     elif tensor.is_meta:
         reason = "a meta tensor has no bytes; use `pager.empty(t.shape, dtype=t.dtype)`"
-    elif kind not in (torch.Tensor, torch.nn.Parameter, PagedTensor) and hasattr(kind, "__torch_dispatch__") and (
-            kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__):
+    elif kind not in (torch.Tensor, torch.nn.Parameter, PagedTensor) and _has_bytes_of_its_own(kind):
         reason = f"{kind.__name__} is a tensor subclass with bytes of its own"
     if reason:
         raise UnsupportedTensor(f"tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}: {reason}")
     return tensor
+
+
+def _has_bytes_of_its_own(kind: type[torch.Tensor]) -> bool:
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__

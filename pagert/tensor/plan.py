@@ -36,17 +36,21 @@ class Kind(enum.Enum):
 class Plan:
     """What is known of one operator. Immutable once `route` is set by the dispatch."""
 
-    __slots__ = ("argument_names", "kind", "list_names", "name", "op", "outs", "overwrites", "reason",
-                 "route", "written")
+    __slots__ = (
+        "argument_names", "gradients", "kind", "list_names", "name", "op", "outs", "overwrites", "reason", "route",
+        "whole", "written",
+    )  # fmt: skip
 
     op: torch._ops.OpOverload
     name: str
     kind: Kind
     argument_names: tuple[str, ...]
     written: frozenset[int | str]  # arguments that the operator writes, by position and by name
+    gradients: int | None  # the argument that an optimizer's kernel writes only to unscale it
     outs: tuple[str, ...]  # keyword-only arguments that are written and returned: out=
     overwrites: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None
     list_names: tuple[str, ...]  # arguments that hold one element for each index of a list operator
+    whole: bool  # the operator looks at the whole storage of its first operand, not only at its elements
     reason: str  # why the operator is refused, and the remedy
     route: Callable[..., Any]
 
@@ -59,6 +63,13 @@ _FILLED = frozenset({"ones_like", "full_like", "new_ones", "new_full", "rand_lik
                      "randint_like"})
 _COPIES = frozenset({"clone", "_to_copy"})
 _LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
+
+# Operators that clone the whole storage of their operand, or count an offset from its start.
+_WHOLE_STORAGE = frozenset({"as_strided_copy", "as_strided_scatter", "slice_scatter", "select_scatter",
+                            "diagonal_scatter"})
+
+# Statistics that normalisation updates in place, in some schemas without saying so.
+_SILENTLY_WRITTEN = frozenset({"running_mean", "running_var"})
 
 _USE_RESIDENT = "use `with t.resident() as dense:` and give it the plain tensor"
 _REFUSED = {
@@ -85,7 +96,8 @@ def _fill_overwrites(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], Mapp
         value = arguments[1] if len(arguments) > 1 else options.get("value")
         if isinstance(value, torch.Tensor):
             return False
-        op(torch.empty((), dtype=arguments[0].dtype), value)  # raises what the real call would raise
+        # Raises what the real call would raise. One element would take a way without checks.
+        op(torch.empty(2, dtype=arguments[0].dtype), value)
         return True
 
     return overwrites
@@ -171,15 +183,21 @@ def analyse(op: torch._ops.OpOverload) -> Plan:
     plan.argument_names = tuple(argument.name for argument in schema.arguments)
     written: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.name in _SILENTLY_WRITTEN or (
+            argument.alias_info is not None and argument.alias_info.is_write
+        ):
             written.update((position, argument.name))
     plan.written = frozenset(written)
     plan.outs = tuple(argument.name for argument in schema.arguments
                       if argument.kwarg_only and argument.name in written)
+    plan.gradients = None
+    if base.startswith("_fused_") and "grads" in plan.argument_names:
+        plan.gradients = plan.argument_names.index("grads")
     plan.kind = _kind(op, base, plan.outs)
     plan.overwrites = _overwrites(op, base) if op.namespace == "aten" else None
     plan.list_names = ()
     if plan.kind is Kind.LIST:
         plan.list_names = tuple(argument.name for argument in schema.arguments if _is_list(argument))
+    plan.whole = op.namespace == "aten" and base in _WHOLE_STORAGE
     plan.reason = _REFUSED.get(base, "")
     return plan

@@ -34,9 +34,9 @@ class World(Truth):
     def reserve(self, size_bytes: int) -> Range | None:
         page_count = -(-size_bytes // PAGE_BYTES)
         states = [self.core.page(page).state for page in range(self.shape.page_count)]
-        runs = [
-            len(list(run)) for free, run in itertools.groupby(s == c.FREE for s in states) if free
-        ]
+        busy = {page for flight in self.flights for page in flight.region.pages}
+        free = [state == c.FREE and page not in busy for page, state in enumerate(states)]
+        runs = [len(list(run)) for usable, run in itertools.groupby(free) if usable]
         name = f"r{next(self.names)}"
         try:
             handle = self.core.reserve(size_bytes)
@@ -125,7 +125,12 @@ class World(Truth):
         except c.CoreError as error:
             self.note(f"{pin.name}.poll()  # {error}")
             self.claim(not pin.granted, "a ready pin failed")
-            self.check_pin_failure(error)
+            if error.code == c.E_FRAMES:
+                # What others pinned since it was accepted lies in its way now.
+                others = len(self.pins) > 1
+                self.claim(others, "a pin was accepted and has no place", error)
+            else:
+                self.check_pin_failure(error)
             pin.failed = True
             return
         self.note(f"{pin.name}.poll()  # {'ready' if ready else 'pending'}")
@@ -202,9 +207,7 @@ class World(Truth):
     def prefetch(self, access: Access) -> None:
         call = f"core.prefetch({access.region.name}, {access.offset_bytes}, {access.size_bytes})"
         try:
-            fits = self.core.prefetch(
-                access.region.handle, access.offset_bytes, access.size_bytes
-            )
+            fits = self.core.prefetch(access.region.handle, access.offset_bytes, access.size_bytes)
         except c.CoreError as error:
             self.note(f"{call}  # {error}")
             if error.code == c.E_FULL:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """libpager depends on nothing: no I/O, no allocation, no clock, no threads, no globals.
 
-The archives that lie in build folders are looked at, and one that the test makes from the sources, so
-that the claim is checked where pagert was installed from a wheel as well.
+The archives that lie in build folders are looked at, and one that the test makes from the sources,
+so that the claim is checked where pagert was installed from a wheel as well.
 """
 
 from __future__ import annotations
@@ -53,6 +53,15 @@ def visible(archive: pathlib.Path) -> set[str]:
     }
 
 
+def writable_bytes(archive: pathlib.Path) -> int:
+    """Bytes of globals. Constant tables of addresses (.data.rel.ro) are not among them."""
+    listing = subprocess.run(
+        ["size", "-A", archive], capture_output=True, text=True, check=True
+    ).stdout
+    fields = [line.split() for line in listing.splitlines()]
+    return sum(int(words[1]) for words in fields if words and words[0] in (".data", ".bss"))
+
+
 def check_archive(archive: pathlib.Path) -> None:
     everything = symbols(archive)
     defined = {name for kind, name in everything if kind not in "Uw"}
@@ -61,8 +70,6 @@ def check_archive(archive: pathlib.Path) -> None:
     assert not foreign, f"{archive} needs {sorted(foreign)}"
     strangers = {name for name in visible(archive) if not name.startswith(("pagert_", "__asan"))}
     assert not strangers, f"{archive} exports {sorted(strangers)}"
-    writable = {name for kind, name in everything if kind in "dDbBC" and "san" not in name}
-    assert not writable, f"{archive} has globals {sorted(writable)}"
 
 
 def compile_archive(folder: pathlib.Path, *options: str) -> pathlib.Path:
@@ -71,11 +78,8 @@ def compile_archive(folder: pathlib.Path, *options: str) -> pathlib.Path:
     objects = []
     for source in sources:
         target = folder / f"{source.stem}.o"
-        subprocess.run(
-            [*compiler, "-std=c11", "-fPIC", "-fvisibility=hidden", *options, "-I", HEADERS]
-            + ["-c", source, "-o", target],
-            check=True,
-        )
+        command = [*compiler, "-std=c11", "-fPIC", "-fvisibility=hidden", *options, "-I", HEADERS]
+        subprocess.run([*command, "-c", source, "-o", target], check=True)
         objects.append(target)
     archive = folder / "libpager.a"
     subprocess.run(["ar", "rcs", archive, *objects], check=True)
@@ -87,7 +91,9 @@ def compile_archive(folder: pathlib.Path, *options: str) -> pathlib.Path:
 def test_libpager_needs_nothing_but_memory_functions_and_abort(
     options: list[str], tmp_path: pathlib.Path
 ) -> None:
-    check_archive(compile_archive(tmp_path, *options))
+    archive = compile_archive(tmp_path, *options)
+    check_archive(archive)
+    assert writable_bytes(archive) == 0
 
 
 @needs_compiler

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every sequence of a few operations on a core so small that all its corners are near.
 
-A sequence's prefixes are sequences too, so only the end of each is looked at as a whole; the world's
-own claims on each call hold on the way.
+A sequence's prefixes are sequences too, so only the end of each is looked at as a whole; the
+world's own claims on each call hold on the way.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ LATE = {
 
 
 def run_all(shape: Shape, operations: Mapping[str, Operation], depth: int, written: bool) -> None:
-    """Run every sequence of `depth` operations; `written`: both regions lie on lower tiers first."""
+    """Run every sequence of `depth` operations; `written`: on regions that were written before."""
     for names in itertools.product(operations, repeat=depth):
         world = World(shape)
         for _ in range(2):

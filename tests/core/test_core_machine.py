@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
-from core_drive import Steps, close
+import pytest
+from core_drive import close
 from core_model import Shape
+from core_steps import Steps
 from core_world import World
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+# Shrinking takes what it takes; the suite's limit would end the whole run instead of this test.
+pytestmark = pytest.mark.timeout(1200)
 
 number = st.integers(0, 15)
 wish = st.tuples(number, number, number, st.integers(0, 2), st.integers(0, 3))
@@ -120,7 +125,9 @@ class CoreMachine(RuleBasedStateMachine):
             close(self.world)
 
 
-def shapes(hosts: st.SearchStrategy[int], flashes: st.SearchStrategy[int]) -> st.SearchStrategy[Shape]:
+def shapes(
+    hosts: st.SearchStrategy[int], flashes: st.SearchStrategy[int]
+) -> st.SearchStrategy[Shape]:
     """Tight device tiers; 24 means a frame for each virtual page."""
     return st.builds(Shape, st.integers(2, 12), hosts, flashes, st.integers(1, 8))
 

@@ -100,7 +100,7 @@ def scan() -> Trace:
 
 
 def zipf() -> Trace:
-    """20000 accesses to 200 pages whose popularity falls as 1/rank, three in ten of them updates."""
+    """20000 accesses to 200 pages, popular as 1/rank; three in ten are updates."""
     weights = [1 / rank for rank in range(1, 201)]
     bounds = []
     total = 0.0
@@ -117,7 +117,7 @@ def zipf() -> Trace:
 
 
 def training() -> Trace:
-    """Six steps of eight layers: forward, backward, and Adam over weight, gradient and two moments."""
+    """Six steps of eight layers: forward, backward, and Adam over gradient, moments and weight."""
     layers = 8
     weight, gradient, first, second, activation = (
         [layers * kind + layer for layer in range(layers)] for kind in range(5)

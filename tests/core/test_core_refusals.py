@@ -228,16 +228,6 @@ def test_double_unpin_and_double_start_are_refused() -> None:
     assert world.core.held_frames == 0
 
 
-def test_pin_can_be_used_again_after_its_release() -> None:
-    world = World(TWO)
-    region = world.reserve(PAGE_BYTES)
-    pin = world.core.pin([(region.handle, 0, PAGE_BYTES, c.OVERWRITE)])
-    pin.release()
-    pin.restart()
-    assert pin.ready
-    assert world.core.held_frames == 1
-
-
 def test_everything_pinned_is_told_with_counts() -> None:
     world = World(TWO)
     region = world.reserve(4 * PAGE_BYTES)
@@ -326,12 +316,12 @@ def test_access_beyond_the_last_byte_but_inside_the_last_page_is_no_surprise() -
     """Whether refused or allowed, nothing breaks: a region has at least the bytes asked for."""
     world = World(TWO)
     region = world.reserve(PAGE_BYTES + 1)
+    codes = []
     try:
-        pin = world.core.pin([(region.handle, PAGE_BYTES, PAGE_BYTES, c.READ)])
+        world.core.pin([(region.handle, PAGE_BYTES, PAGE_BYTES, c.READ)]).release()
     except c.CoreError as error:
-        assert error.code == c.E_ARGUMENT
-    else:
-        pin.release()
+        codes.append(error.code)
+    assert codes in ([], [c.E_ARGUMENT])
     assert world.core.check() == 0
 
 

@@ -115,7 +115,7 @@ def test_killed_unpaged_run_leaves_the_verdict_open(
     assert "exit status 2" in output and output.rstrip().endswith("bitwise equal: unknown")
 
 
-def test_help_needs_no_torch(capsys) -> None:
+def test_help_names_the_options(capsys) -> None:
     with pytest.raises(SystemExit) as exit_information:
         main(["finetune", "--help"])
     assert exit_information.value.code == 0

@@ -133,8 +133,8 @@ def test_paged_run_compares_equal_to_the_unpaged_one(words, paging, tmp_path, ca
     assert report["comparison"]["compared_losses"] == 5
     assert report["comparison"]["compared_weights"] == len(report["weights"]) == 20
     for tier in ("device", "flash"):
-        assert 0 < report["tiers"][tier]["peak_bytes"] <= report["tiers"][tier]["capacity_bytes"]
-    assert report["moved"]["flash_written_bytes"] > 0
+        assert 0 < report["stats"][tier]["peak_bytes"] <= report["stats"][tier]["capacity_bytes"]
+    assert report["stats"]["flash_written_bytes"] > 0
 
 
 def test_paged_run_saves_what_it_trained(words, paging, tmp_path) -> None:

@@ -19,7 +19,8 @@ enum {
     DEFAULT_DEPTH = 32,
     DEFAULT_THREAD_COUNT = 16,
     DEFAULT_REQUEST_BYTES = 1 << 20,
-    LARGEST_DEPTH = 1024,
+    LARGEST_DEPTH = 4096,
+    LARGEST_THREAD_COUNT = 256,
     LARGEST_REQUEST_BYTES = 1 << 30, /* one system call moves at most 2 GiB - 4 KiB */
 };
 
@@ -87,6 +88,8 @@ static int choose_backend(pagert_flash *flash, const pagert_flash_options *optio
     if (code && wanted != PAGERT_BACKEND_IO_URING) {
         if (!options->depth)
             flash->depth = DEFAULT_THREAD_COUNT;
+        if (flash->depth > LARGEST_THREAD_COUNT)
+            flash->depth = LARGEST_THREAD_COUNT;
         code = flash_pool_open(flash, &flash->pool);
     }
     info->backend = flash->ring ? PAGERT_BACKEND_IO_URING : PAGERT_BACKEND_THREADS;

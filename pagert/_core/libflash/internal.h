@@ -62,7 +62,7 @@ typedef struct flash_piece {
     struct flash_piece *next; /* of the one list that it is on, by stage */
     struct iovec vector;      /* must stay in place while the kernel has the piece */
     uint32_t size_bytes, done_bytes;
-    uint32_t generation;      /* told to the kernel: a completion of an earlier use is recognised */
+    uint32_t generation;      /* told to the kernel: a completion of an earlier attempt is recognised */
     int32_t result;
     uint16_t stall_count;     /* attempts in a row that moved nothing */
     uint8_t reread_count;
@@ -127,7 +127,7 @@ void flash_finish_piece(pagert_flash *flash, flash_piece *piece, int32_t result)
 enum { PIECE_AGAIN = 1 }; /* beside 0: done, and -errno: failed */
 int piece_advance(const pagert_flash *flash, flash_piece *piece, int64_t moved);
 int piece_checksums(pagert_flash *flash, flash_piece *piece);
-void piece_forget_checksums(pagert_flash *flash, const flash_piece *piece);
+void piece_forget_checksums(pagert_flash *flash, uint64_t offset_bytes, uint64_t size_bytes);
 int64_t piece_unwritten_offset(const pagert_flash *flash, uint64_t offset_bytes, uint64_t size_bytes);
 void piece_push(piece_list *list, flash_piece *piece);
 flash_piece *piece_pop(piece_list *list);

@@ -74,11 +74,10 @@ int piece_checksums(pagert_flash *flash, flash_piece *piece)
     return 0;
 }
 
-/* Until a write has succeeded nobody knows what its units hold. */
-void piece_forget_checksums(pagert_flash *flash, const flash_piece *piece)
+/* After a write that failed nobody knows what its units hold. */
+void piece_forget_checksums(pagert_flash *flash, uint64_t offset_bytes, uint64_t size_bytes)
 {
-    memset(flash->written + piece->offset_bytes / flash->unit_bytes, 0,
-           piece->size_bytes / flash->unit_bytes);
+    memset(flash->written + offset_bytes / flash->unit_bytes, 0, size_bytes / flash->unit_bytes);
 }
 
 /* Where in a range bytes were never written, or -1. */

@@ -39,6 +39,10 @@ static void stop_cutting(pagert_flash *flash, flash_entry *entry)
 
 static void finish_entry(pagert_flash *flash, flash_entry *entry)
 {
+    const pagert_request *request = entry->request;
+    /* Some pieces of a failed write are new, some old: no block of it may be taken for whole. */
+    if (entry->result && request->kind == PAGERT_REQUEST_WRITE)
+        piece_forget_checksums(flash, request->offset_bytes, request->size_bytes);
     give_back(flash, entry->request, entry->result, entry->failed_offset);
     entry->next = flash->free_entries;
     flash->free_entries = entry;
@@ -64,7 +68,6 @@ void flash_finish_piece(pagert_flash *flash, flash_piece *piece, int32_t result)
     else if (piece->write)
         for (uint32_t at = 0; at < piece->size_bytes; at += flash->unit_bytes)
             flash->written[(piece->offset_bytes + at) / flash->unit_bytes] = 1;
-    piece->generation++;
     piece_push(&flash->free_pieces, piece);
     if (--entry->piece_count == 0 && entry->cut_bytes == entry->request->size_bytes)
         finish_entry(flash, entry);
@@ -102,8 +105,6 @@ static void cut_piece(pagert_flash *flash, flash_entry *entry)
     entry->cut_bytes += piece->size_bytes;
     if (entry->cut_bytes == request->size_bytes)
         stop_cutting(flash, entry);
-    if (piece->write)
-        piece_forget_checksums(flash, piece);
     flash->backend_count++;
     if (flash->ring) {
         flash_ring_queue(flash, piece);
@@ -166,7 +167,8 @@ int flash_submit(void *context, pagert_request *request)
     const int known = request->kind == PAGERT_REQUEST_READ || request->kind == PAGERT_REQUEST_WRITE;
     if (!known || request->size_bytes == 0 || misaligned(flash, request)) {
         const int nothing_to_do = known && request->size_bytes == 0;
-        give_back(flash, request, nothing_to_do ? 0 : -EINVAL, request->offset_bytes);
+        give_back(flash, request, nothing_to_do ? 0 : -EINVAL,
+                  nothing_to_do ? 0 : request->offset_bytes);
         pagert_event_signal(flash->event_fd);
         return 0;
     }

@@ -86,6 +86,7 @@ void flash_ring_queue(pagert_flash *flash, flash_piece *piece)
     flash_ring *ring = flash->ring;
     piece->vector = (struct iovec){.iov_base = piece->memory + piece->done_bytes,
                                    .iov_len = piece->size_bytes - piece->done_bytes};
+    piece->generation++; /* at each attempt: a second completion of the last one is not this one's */
     const uint32_t tail = atomic_load_explicit(ring->submission_tail, memory_order_relaxed);
     const uint32_t index = tail & ring->submission_mask;
     ring->submissions[index] = (ring_submission){

@@ -125,7 +125,8 @@ static int check_page(const pagert_pager *pager, uint32_t index, totals *sum)
     sum->evictable += evictable;
     sum->host_leaving += has(p, PAGE_LEAVING_HOST);
     uint32_t list = (p->flags & PAGE_HOST_LIST) >> PAGE_HOST_LIST_SHIFT;
-    bool listed = p->copy[PAGERT_HOST] == COPY_VALID && p->queue == QUEUE_NONE && !has(p, PAGE_DYING);
+    bool listed = p->copy[PAGERT_HOST] == COPY_VALID && !has(p, PAGE_DYING) &&
+                  (p->queue == QUEUE_NONE || p->queue == PAGERT_MOVE);
     CHECK(listed == (list != 0));
     if (listed)
         sum->in_host_list[list - 1]++;

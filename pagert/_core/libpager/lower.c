@@ -59,13 +59,14 @@ enum departure { DROPPED, STARTED, NO_VICTIM };
 static enum departure start_departure(pagert_pager *pager)
 {
     for (uint32_t list = 0; list < HOST_LISTS; list++) {
+        bool may_drop = list == HOST_SHADOW && !pager->flushing;
         uint32_t index = pager->host_lists[list].oldest;
+        while (index != NONE && !may_drop && pager->pages[index].queue != QUEUE_NONE)
+            index = pager->pages[index].links[LIST_HOST].younger; /* it moves within the device now */
         if (index == NONE)
             continue;
         page *p = &pager->pages[index];
-        bool spare = p->copy[PAGERT_FLASH] == COPY_VALID || has(p, PAGE_ZERO) ||
-                     (list == HOST_SHADOW && !pager->flushing);
-        if (spare) {
+        if (may_drop || p->copy[PAGERT_FLASH] == COPY_VALID) {
             page_drop_lower(pager, index, PAGERT_HOST);
             page_advance(pager, index); /* a page on its way to the device starts again from flash */
             return DROPPED;

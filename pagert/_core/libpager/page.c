@@ -61,7 +61,7 @@ void page_relist(pagert_pager *pager, uint32_t index)
         }
     }
     uint32_t list = 0; /* 1 + the host list it belongs on */
-    if (p->copy[PAGERT_HOST] == COPY_VALID && p->queue == QUEUE_NONE &&
+    if (p->copy[PAGERT_HOST] == COPY_VALID && !uses_host_copy(p->queue) &&
         !has(p, PAGE_LEAVING_HOST | PAGE_DYING)) {
         if (p->copy[PAGERT_DEVICE] == COPY_VALID)
             list = 1 + HOST_SHADOW;

@@ -177,8 +177,10 @@ static int place_spans(pagert_pager *pager, pagert_pin *pin)
 /* From a quiet state: see repack.c. One pin at a time, or two would undo each other's rounds. */
 static int repack(pagert_pager *pager, pagert_pin *pin)
 {
-    if (pager->repacker == NULL)
+    if (pager->repacker == NULL) {
         pager->repacker = pin;
+        pager->flush_failed = false; /* of an earlier flush: that will try again and be told again */
+    }
     if (pager->repacker != pin)
         return PLACE_BUSY;
     int outcome = PLACE_BUSY;

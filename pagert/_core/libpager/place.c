@@ -175,6 +175,8 @@ static int choose_base(const pagert_pager *pager, span s, uint32_t *base)
         const page *p = &pager->pages[s.first + i];
         if (p->copy[PAGERT_DEVICE] == COPY_NONE)
             continue;
+        if (has(p, PAGE_MOVING)) /* it was in the way of another span of the pin */
+            return PLACE_BUSY;
         bool held = p->holds > (has(p, PAGE_WANTED) ? 1 : 0);
         bool fixed = held || p->copy[PAGERT_DEVICE] == COPY_INCOMING || p->queue != QUEUE_NONE;
         uint32_t natural = p->frame[PAGERT_DEVICE] - i;

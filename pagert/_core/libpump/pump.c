@@ -79,16 +79,6 @@ static void release_node(pagert_pump *pump, pagert_release_node *node)
     }
 }
 
-void pump_drain_released(pagert_pump *pump)
-{
-    pagert_release_node *node = atomic_exchange_explicit(&pump->released, NULL, memory_order_acquire);
-    while (node != NULL) {
-        pagert_release_node *next = node->next;
-        release_node(pump, node);
-        node = next;
-    }
-}
-
 static void retry_held_back(pagert_pump *pump)
 {
     pagert_release_node *node = pump->held_back;
@@ -98,6 +88,20 @@ static void retry_held_back(pagert_pump *pump)
         release_node(pump, node);
         node = next;
     }
+}
+
+void pump_drain_released(pagert_pump *pump)
+{
+    pagert_release_node *node = atomic_exchange_explicit(&pump->released, NULL, memory_order_acquire);
+    bool unpinned = false;
+    while (node != NULL) {
+        pagert_release_node *next = node->next;
+        unpinned |= node->pin != NULL;
+        release_node(pump, node);
+        node = next;
+    }
+    if (unpinned)
+        retry_held_back(pump);
 }
 
 static void lock_core(pagert_pump *pump)

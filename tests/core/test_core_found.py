@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What random walks and exhaustive search once found, as the shortest calls that showed it."""
+
+from __future__ import annotations
+
+import pytest
+from core_drive import close, let_go, settle
+from core_model import EIO, PAGE_BYTES, Access, Shape, pages_of, whole
+from core_world import World
+
+from pagert._core import pager as c
+
+
+def test_reading_and_overwriting_one_page_in_one_pin_sees_its_bytes() -> None:
+    """`torch.add(a, b, out=a)`: the page must be brought although it will be overwritten."""
+    for modes in ((c.READ, c.OVERWRITE), (c.OVERWRITE, c.READ), (c.OVERWRITE, c.UPDATE)):
+        world = World(Shape(device=3, host=0, flash=8, page_count=8))
+        region = world.reserve(PAGE_BYTES)
+        pin = world.start([whole(region, mode) for mode in modes])
+        settle(world)
+        assert pin.granted
+        close(world)
+
+
+def test_page_that_waits_for_an_overwrite_is_not_shown_to_a_reader() -> None:
+    world = World(Shape(device=3, host=8, flash=0, page_count=8))
+    region = world.reserve(2 * PAGE_BYTES)
+    other = world.reserve(PAGE_BYTES)
+    world.start([whole(region), whole(other, c.OVERWRITE)])
+    world.start([whole(other)])
+    settle(world)
+    close(world)
+
+
+def test_held_pages_are_not_moved_for_a_pin_that_waits() -> None:
+    world = World(Shape(device=8, host=2, flash=10, transfer_pages_max=8, page_count=10))
+    region = world.reserve(3 * PAGE_BYTES)
+    first = world.start([pages_of(region, 1, 1, c.UPDATE)])
+    world.start([pages_of(region, 0, 2, c.OVERWRITE), pages_of(region, 1, 2, c.UPDATE)])
+    world.finish(world.take())
+    world.poll(first)
+    assert first.granted
+    settle(world)
+    close(world)
+
+
+def test_window_grows_over_pages_that_a_released_pin_was_fetching() -> None:
+    world = World(Shape(device=11, host=24, flash=0, transfer_pages_max=8, page_count=24))
+    region = world.reserve(9 * PAGE_BYTES)
+    world.unpin(world.start([pages_of(region, 3, 5)]))
+    pin = world.start([pages_of(region, 2, 7, c.UPDATE)])
+    settle(world)
+    assert pin.granted
+    close(world)
+
+
+def test_moves_of_several_windows_do_not_wait_for_each_other() -> None:
+    world = World(Shape(device=8, host=0, flash=40, transfer_pages_max=2, page_count=40))
+    regions = []
+    for length in (2, 3, 3):
+        regions.append(world.reserve(length * PAGE_BYTES))
+        world.start([whole(regions[-1])])
+        let_go(world)
+    last = world.reserve(3 * PAGE_BYTES)
+    pin = world.start(
+        [
+            whole(regions[2], c.UPDATE),
+            pages_of(regions[0], 0, 1, c.UPDATE),
+            pages_of(regions[1], 0, 1, c.UPDATE),
+            whole(last, c.UPDATE),
+        ]
+    )
+    settle(world)
+    assert pin.granted
+    close(world)
+
+
+def test_pin_goes_on_after_another_pin_of_its_page_failed() -> None:
+    world = World(Shape(device=6, host=17, flash=0, page_count=17))
+    region = world.reserve(PAGE_BYTES)
+    first = world.start([whole(region, c.UPDATE)])
+    world.finish(world.take(), EIO)
+    second = world.start([whole(region)])
+    world.poll(first)
+    assert first.failed
+    world.unpin(first)
+    settle(world)
+    assert second not in world.pins or second.granted
+    close(world)
+
+
+def test_start_refuses_at_once_what_held_windows_leave_no_place_for() -> None:
+    world = World(Shape(device=3, host=0, flash=16, page_count=16))
+    region = world.reserve(2 * PAGE_BYTES)
+    world.start([whole(region, c.UPDATE)])
+    settle(world)
+    world.start([pages_of(region, 1, 1)])
+    world.unpin(world.pins[0])
+    assert world.start([whole(world.reserve(2 * PAGE_BYTES))]) is None
+    moved = list(world.moved)
+    settle(world)
+    assert world.moved == moved, "the refused pin moved bytes"
+    close(world)
+
+
+def test_pin_larger_than_the_device_is_refused_though_others_wait() -> None:
+    world = World(Shape(device=5, host=0, flash=23, transfer_pages_max=3, page_count=23))
+    region = world.reserve(7 * PAGE_BYTES)
+    world.unpin(world.start([pages_of(region, 4, 3, c.OVERWRITE)]))
+    world.start([pages_of(region, 0, 4, c.OVERWRITE)])
+    assert world.start([whole(region, c.OVERWRITE)]) is None
+    settle(world)
+    close(world)
+
+
+def test_region_is_not_released_while_a_pin_waits_to_be_placed() -> None:
+    world = World(Shape(device=8, host=23, flash=0, transfer_pages_max=6, page_count=23))
+    region = world.reserve(10 * PAGE_BYTES)
+    world.unpin(world.start([Access(region, 16484, 3996, c.UPDATE)]))
+    pin = world.start([pages_of(region, 9, 1), pages_of(region, 3, 7)])
+    assert not world.release(region)
+    settle(world)
+    assert pin.granted
+    close(world)
+
+
+def test_failed_writeback_names_the_page_that_failed() -> None:
+    world = World(Shape(device=2, host=6, flash=0, page_count=13))
+    region = world.reserve(3 * PAGE_BYTES)
+    world.unpin(world.start([pages_of(region, 0, 2, c.OVERWRITE)]))
+    pin = world.start([pages_of(region, 2, 1)])
+    flight = world.take()
+    world.finish(flight, EIO)
+    world.poll(pin)  # names another page: a violation
+    settle(world)
+    close(world)
+
+
+def test_failed_flush_does_not_refuse_a_later_pin() -> None:
+    world = World(Shape(device=5, host=0, flash=13, page_count=13))
+    region = world.reserve(3 * PAGE_BYTES)
+    world.unpin(world.start([pages_of(region, 1, 1, c.OVERWRITE)]))
+    world.flush()
+    world.finish(world.take(), EIO)
+    pin = world.start([whole(region, c.UPDATE)])
+    settle(world)
+    assert pin.granted
+    close(world)
+
+
+def test_flush_into_a_full_tier_ends() -> None:
+    """Writing a dirty page over the only copy of a clean one makes that one dirty: no progress."""
+    world = World(Shape(device=3, host=0, flash=1, page_count=8))
+    region = world.reserve(2 * PAGE_BYTES)
+    world.unpin(world.start([whole(region, c.OVERWRITE)]))
+    for _ in range(6):
+        left = world.flush()
+        settle(world)
+    assert left is None, "flush neither ends nor says that the tier is full"
+    assert world.moved[c.DEVICE_TO_FLASH] == 1
+    close(world)
+
+
+def test_writeback_of_one_page_goes_on_when_another_is_pinned() -> None:
+    world = World(Shape(device=2, host=1, flash=2, transfer_pages_max=2, page_count=4))
+    region = world.reserve(2 * PAGE_BYTES)
+    world.unpin(world.start([whole(region, c.OVERWRITE)]))
+    world.flush()
+    world.start([pages_of(region, 0, 1, c.OVERWRITE)])
+    let_go(world)
+    close(world)
+
+
+@pytest.mark.parametrize("fresh_bytes", [PAGE_BYTES, 2 * PAGE_BYTES])
+def test_evict_does_not_tell_of_a_failure_that_is_not_its_own(fresh_bytes: int) -> None:
+    world = World(Shape(device=4, host=1, flash=0, page_count=24))
+    region = world.reserve(2 * PAGE_BYTES)
+    world.unpin(world.start([whole(region, c.OVERWRITE)]))
+    world.evict(whole(region))
+    settle(world)
+    world.release(region)
+    other = world.reserve(fresh_bytes)
+    world.start([whole(other)])
+    let_go(world)
+    assert world.evict(whole(other)) == 0
+    close(world)
+
+
+def test_refused_pins_do_not_count_as_faults() -> None:
+    world = World(Shape(device=2, host=1, flash=0, page_count=8))
+    region = world.reserve(4 * PAGE_BYTES)
+    world.unpin(world.start([pages_of(region, 0, 2, c.OVERWRITE)]))
+    pin = world.start([pages_of(region, 2, 2, c.OVERWRITE)])
+    settle(world)
+    assert pin is None or pin not in world.pins
+    assert world.core.counters().faults == world.started_pages
+    close(world)
