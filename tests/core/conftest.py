@@ -19,11 +19,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 _COMMON = {
     "deadline": None,
     "print_blob": True,
+    "report_multiple_bugs": False,
     "verbosity": Verbosity.normal,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("pagert-quick", max_examples=20, stateful_step_count=40, **_COMMON)
-settings.register_profile("pagert-default", max_examples=120, stateful_step_count=60, **_COMMON)
+settings.register_profile("pagert-default", max_examples=200, stateful_step_count=60, **_COMMON)
 settings.register_profile("pagert-long", max_examples=3000, stateful_step_count=120, **_COMMON)
 
 PROFILE = os.environ.get("PAGERT_TEST_PROFILE", "default")

@@ -92,6 +92,7 @@ def close(world: World) -> None:
     """End in good order, and prove that nothing was lost and nothing leaks."""
     let_go(world)
     read_back(world)
+    flush_everything(world)
     evict_everything(world)
     for region in list(world.regions):
         world.release(region)
@@ -101,6 +102,17 @@ def close(world: World) -> None:
         world.claim(world.core.usage(tier).used_frames == 0, "tier", tier, "keeps frames")
     world.claim(world.core.reserved_pages == 0, "pages stay reserved")
     world.claim(world.core.held_frames == 0, "frames stay held")
+
+
+def flush_everything(world: World) -> None:
+    """Flush ends: everything is clean, or the tiers below are full."""
+    for _ in range(world.shape.device + 2):
+        if not world.flush():
+            break
+        settle(world)
+    else:
+        world.claim(False, "flush makes no progress")
+    settle(world)
 
 
 def evict_everything(world: World) -> None:

@@ -186,6 +186,21 @@ def test_evict_does_not_tell_of_a_failure_that_is_not_its_own(fresh_bytes: int) 
     close(world)
 
 
+def test_pin_goes_on_or_fails_after_one_before_it_found_the_tiers_full() -> None:
+    world = World(Shape(device=3, host=2, flash=0, page_count=4))
+    first, second = world.reserve(2 * PAGE_BYTES), world.reserve(2 * PAGE_BYTES)
+    for region in (first, second):
+        pin = world.start([whole(region, c.OVERWRITE)])
+        settle(world)
+        world.unpin(pin)
+    reader = world.start([pages_of(first, 0, 1)])
+    for _ in range(2):
+        world.start([whole(first, c.OVERWRITE)])
+    world.unpin(reader)
+    let_go(world)
+    close(world)
+
+
 def test_refused_pins_do_not_count_as_faults() -> None:
     world = World(Shape(device=2, host=1, flash=0, page_count=8))
     region = world.reserve(4 * PAGE_BYTES)
