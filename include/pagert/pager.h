@@ -84,11 +84,12 @@ typedef struct pagert_region {
     uint32_t generation;
 } pagert_region;
 
-/* Reserve a region of at least `size_bytes` (> 0). Its pages are zero: no frame, no I/O. */
+/* Reserve a region of at least `size_bytes` (> 0). Its pages are zero: no frame, no I/O. O(pages) of the
+ * region, whose entries in the page table it writes. */
 int pagert_reserve(pagert_pager *pager, uint64_t size_bytes, pagert_region *region);
 
 /* Release a region; its bytes are gone at once, its pages as soon as no transfer touches them.
- * PAGERT_E_STATE while it is held by a pin. */
+ * PAGERT_E_STATE until every pin that was started on it is let go of. */
 int pagert_release(pagert_pager *pager, pagert_region region);
 
 /* One range of one region that a pin holds. */
@@ -103,7 +104,6 @@ typedef struct pagert_access {
     uint64_t device_bytes; /* out, set once ready: offset in the device arena of byte offset_bytes */
     uint32_t span_first, span_count; /* the core's: pages that must lie in one window, with those of
                                         accesses that overlap; 0 where another access stands for them */
-    uint32_t span_shared;            /* likewise: 1 if it stands for others */
 } pagert_access;
 
 typedef struct pagert_failure {
@@ -120,21 +120,26 @@ typedef struct pagert_pin {
     uint32_t state;                        /* the core's from here on */
     uint32_t access_cursor, page_cursor;   /* pages before the cursor are known to be ready */
     pagert_failure failure;                /* valid after PAGERT_E_TRANSFER or PAGERT_E_FULL */
+    int32_t code;                          /* how it failed */
+    uint64_t hits, faults;                 /* pages it found resident, and others; counted once it is ready */
     uint64_t frames_needed, frames_unheld; /* valid after PAGERT_E_FRAMES */
+    struct pagert_pin *next, *previous;    /* pins that wait to be placed */
 } pagert_pin;
 
 /* Ask for every access of `pin` to be resident, each in one window, all at once or not at all.
  * 1: ready, addresses are set. 0: pending, transfers must complete first; then pagert_pin_poll().
- * PAGERT_E_FRAMES, PAGERT_E_FULL, PAGERT_E_STALE, PAGERT_E_ARGUMENT: nothing is held.
+ * PAGERT_E_FRAMES, PAGERT_E_FULL, PAGERT_E_STALE, PAGERT_E_ARGUMENT: nothing is held. PAGERT_E_FRAMES comes
+ * at once where the frames do not suffice or no place exists for a single window; where several windows get
+ * in each other's way it may take transfers to find out.
  * Pages of one region that several accesses share are best merged into one access by the caller:
  * held windows do not move. */
 int pagert_pin_start(pagert_pager *pager, pagert_pin *pin);
 
 /* 1: ready. 0: still pending. Negative: the pin failed; pagert_unpin() it. Amortised O(pages).
- * A pin that is pending because pages it needs are in a transfer holds nothing yet: other pins may come
- * first, and its poll may still end in any error of pagert_pin_start(). A pin that becomes ready may be what
- * others wait for (to read what it overwrites): poll those again; likewise all that are pending when a poll
- * leaves the pager idle, since it may have withdrawn what they waited for. */
+ * A pin that is pending because pages it needs are in a transfer holds no frames yet: other pins may come
+ * first, and its poll may still end in any error of pagert_pin_start(). Poll all that are pending after a
+ * transfer completed, after a pin became ready, failed or was let go of, and when a poll leaves the pager
+ * idle: it may have withdrawn what they waited for. */
 int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin);
 
 /* Let go of a pin that was started: ready, pending or failed. Pages that were still being fetched stay

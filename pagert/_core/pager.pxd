@@ -74,7 +74,6 @@ cdef extern from "pagert/pager.h" nogil:
         uint64_t device_bytes
         uint32_t span_first
         uint32_t span_count
-        uint32_t span_shared
 
     ctypedef struct pagert_failure:
         uint32_t page
@@ -88,8 +87,13 @@ cdef extern from "pagert/pager.h" nogil:
         uint32_t access_cursor
         uint32_t page_cursor
         pagert_failure failure
+        int32_t code
+        uint64_t hits
+        uint64_t faults
         uint64_t frames_needed
         uint64_t frames_unheld
+        pagert_pin *next
+        pagert_pin *previous
 
     int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
 

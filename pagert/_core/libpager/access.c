@@ -40,3 +40,18 @@ bool access_overwrites(const pagert_pager *pager, const pagert_access *access, u
         end = total;
     return access->offset_bytes <= start && access->offset_bytes + access->size_bytes >= end;
 }
+
+/* Whether the pin writes every byte of the page and reads none, by any of its accesses. */
+bool pin_overwrites(const pagert_pager *pager, const pagert_pin *pin, uint32_t index)
+{
+    bool overwritten = false;
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        if (index - a->first_page >= a->page_count)
+            continue;
+        if (!access_overwrites(pager, a, index))
+            return false;
+        overwritten = true;
+    }
+    return overwritten;
+}

@@ -80,7 +80,8 @@ typedef struct page {
     page_link links[LIST_KINDS];
     union {
         uint32_t move_frame; /* while PAGE_MOVING: the device frame it moves to */
-        int32_t error;       /* while PAGE_FAILED: the result of the transfer */
+        int32_t error;       /* while PAGE_FAILED: the result of the transfer, of the page that
+                                links[LIST_POLICY].older says: a held page is on no policy list */
     };
     uint8_t copy[PAGERT_TIER_COUNT];
     uint8_t queue : 4, failed_link : 4;
@@ -136,6 +137,7 @@ struct pagert_pager {
     uint32_t vacating;         /* device frames of leaving pages, promised to nobody */
     uint32_t moving;           /* pages with PAGE_MOVING */
     uint32_t held_frames;      /* device frames of held pages */
+    pagert_pin *waiting;       /* pins that wait to be placed */
     pagert_pin *repacker;      /* the waiting pin that repack.c works for, or NULL */
     uint32_t in_flight;        /* transfers handed out */
     uint32_t reclaim_cursor;   /* device frame where the search for a spare flash copy goes on */
@@ -234,8 +236,9 @@ enum { FRAME_FREE, FRAME_VACATING, FRAME_MOVABLE, FRAME_BUSY, FRAME_HELD };
 int frame_class(const pagert_pager *pager, uint32_t frame);
 bool is_quiet(const pagert_pager *pager);
 int place_make_room(pagert_pager *pager, uint64_t frames_needed);
-int place_window(pagert_pager *pager, const pagert_access *access);
+int place_window(pagert_pager *pager, const pagert_pin *pin, const pagert_access *access);
 int repack_round(pagert_pager *pager, pagert_pin *pin);
+bool repack_has_layout(const pagert_pager *pager, pagert_pin *pin);
 
 /* pager.c */
 void region_page_gone(pagert_pager *pager, uint32_t index);
@@ -244,5 +247,6 @@ void region_page_gone(pagert_pager *pager, uint32_t index);
 int region_pages(const pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
                  uint64_t size_bytes, uint32_t *first_page, uint32_t *page_count);
 bool access_overwrites(const pagert_pager *pager, const pagert_access *access, uint32_t index);
+bool pin_overwrites(const pagert_pager *pager, const pagert_pin *pin, uint32_t index);
 
 #endif

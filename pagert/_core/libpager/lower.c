@@ -13,7 +13,7 @@
 static uint32_t find_spare_flash_copy(pagert_pager *pager)
 {
     uint32_t count = pager->config.frame_count[PAGERT_DEVICE];
-    for (uint32_t step = 0; step < count; step++) {
+    for (uint32_t step = 0; step < count && !pager->flushing; step++) { /* a flush wants them clean */
         uint32_t frame = (pager->reclaim_cursor + step) % count, index = pager->frames[frame].page;
         if (index == NONE)
             continue;

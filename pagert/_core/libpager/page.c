@@ -250,4 +250,6 @@ void page_purge(pagert_pager *pager, uint32_t index)
         if (p->copy[tier] != COPY_NONE)
             page_drop_lower(pager, index, tier);
     p->flags = 0;
+    if (pager->flush_failed && pager->flush_failure.page == index)
+        pager->flush_failed = false; /* nobody is left to be told */
 }

@@ -122,6 +122,10 @@ int pagert_release(pagert_pager *pager, pagert_region region)
     for (uint32_t i = 0; i < count; i++)
         if (pager->pages[first + i].holds > 0)
             return PAGERT_E_STATE;
+    for (const pagert_pin *pin = pager->waiting; pin != NULL; pin = pin->next)
+        for (uint32_t k = 0; k < pin->access_count; k++)
+            if (pin->accesses[k].region.first_page == first)
+                return PAGERT_E_STATE;
     pager->reserved_pages -= count;
     head->tail_bytes = count; /* from here on: pages that are not forgotten yet */
     for (uint32_t i = 0; i < count; i++)
@@ -134,10 +138,10 @@ int pagert_release(pagert_pager *pager, pagert_region region)
     return 0;
 }
 
-/* A writeback that flush or evict asked for has failed: say so once. */
-static int take_failure(pagert_pager *pager, pagert_failure *failure)
+/* A writeback that flush or evict asked for has failed, of one of these pages: say so once. */
+static int take_failure(pagert_pager *pager, uint32_t first, uint32_t count, pagert_failure *failure)
 {
-    if (!pager->flush_failed)
+    if (!pager->flush_failed || pager->flush_failure.page - first >= count)
         return 0;
     pager->flush_failed = false;
     if (failure != NULL)
@@ -152,7 +156,7 @@ int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_
     int code = region_pages(pager, region, offset_bytes, size_bytes, &first, &count);
     if (code < 0)
         return code;
-    code = take_failure(pager, failure);
+    code = take_failure(pager, first, count, failure);
     if (code < 0)
         return code;
     for (uint32_t i = 0; i < count; i++)
@@ -168,7 +172,7 @@ int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_
         }
     }
     lower_grant_host(pager);
-    code = take_failure(pager, failure);
+    code = take_failure(pager, first, count, failure);
     if (code < 0)
         return code;
     for (uint32_t i = 0; i < count; i++)
@@ -179,7 +183,7 @@ int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_
 
 int64_t pagert_flush(pagert_pager *pager, pagert_failure *failure)
 {
-    int code = take_failure(pager, failure);
+    int code = take_failure(pager, 0, pager->config.page_count, failure);
     int64_t remaining = 0;
     pager->flushing = code == 0;
     for (uint32_t frame = 0; frame < pager->config.frame_count[PAGERT_DEVICE] && code == 0; frame++) {
@@ -192,13 +196,13 @@ int64_t pagert_flush(pagert_pager *pager, pagert_failure *failure)
         if (!has(p, PAGE_LEAVING | PAGE_CLEANING | PAGE_MOVING)) {
             set_flag(p, PAGE_CLEANING);
             page_advance(pager, index);
-            code = take_failure(pager, failure);
+            code = take_failure(pager, 0, pager->config.page_count, failure);
         }
         remaining++;
     }
     lower_grant_host(pager);
     if (code == 0)
-        code = take_failure(pager, failure);
+        code = take_failure(pager, 0, pager->config.page_count, failure);
     if (code < 0 || remaining == 0)
         pager->flushing = false;
     PAGERT_ASSERT_SLOW(pager);

@@ -96,7 +96,6 @@ static void find_spans(pagert_pin *pin)
         pagert_access *a = &pin->accesses[k];
         a->span_first = a->first_page;
         a->span_count = a->page_count;
-        a->span_shared = 0;
         for (uint32_t j = 0; j < k; j++) {
             pagert_access *b = &pin->accesses[j];
             if (b->span_count == 0 || b->span_first >= a->span_first + a->span_count ||
@@ -107,22 +106,22 @@ static void find_spans(pagert_pin *pin)
             if (b->span_first < a->span_first)
                 a->span_first = b->span_first;
             a->span_count = end - a->span_first;
-            a->span_shared = 1;
             b->span_count = 0;
             j = UINT32_MAX; /* it grew: look at all of them again */
         }
     }
 }
 
-static void count_uses(pagert_pager *pager, const pagert_pin *pin)
+static void count_uses(const pagert_pager *pager, pagert_pin *pin)
 {
+    pin->hits = pin->faults = 0;
     for (uint32_t k = 0; k < pin->access_count; k++) {
         const pagert_access *a = &pin->accesses[k];
         for (uint32_t i = 0; i < a->span_count; i++) {
             if (pager->pages[a->span_first + i].copy[PAGERT_DEVICE] != COPY_NONE)
-                pager->counters.hits++;
+                pin->hits++;
             else
-                pager->counters.faults++;
+                pin->faults++;
         }
     }
 }
@@ -145,11 +144,10 @@ static bool recall_pages(pagert_pager *pager, const pagert_pin *pin)
 
 static int place_spans(pagert_pager *pager, pagert_pin *pin)
 {
-    uint64_t missing = 0, total = 0;
+    uint64_t missing = 0;
     for (uint32_t k = 0; k < pin->access_count; k++) {
         const pagert_access *a = &pin->accesses[k];
         bool placed = a->span_count > 0 && is_window(pager, a->span_first, a->span_count);
-        total += a->span_count;
         for (uint32_t i = 0; i < a->span_count; i++) {
             if (pager->pages[a->span_first + i].copy[PAGERT_DEVICE] == COPY_NONE)
                 missing++;
@@ -157,17 +155,12 @@ static int place_spans(pagert_pager *pager, pagert_pin *pin)
                 settle(pager, a->span_first + i);
         }
     }
-    uint64_t capacity = pager->config.frame_count[PAGERT_DEVICE];
-    pin->frames_needed = total;
-    pin->frames_unheld = capacity + (total - missing) - pager->held_frames;
-    if (pager->held_frames + missing > capacity)
-        return PAGERT_E_FRAMES;
     int outcome = place_make_room(pager, missing);
     for (uint32_t k = 0; k < pin->access_count && outcome == PLACE_DONE; k++) {
         const pagert_access *a = &pin->accesses[k];
         if (a->span_count == 0 || is_window(pager, a->span_first, a->span_count))
             continue;
-        outcome = place_window(pager, a);
+        outcome = place_window(pager, pin, a);
         for (uint32_t i = 0; i < a->span_count && outcome == PLACE_DONE; i++)
             settle(pager, a->span_first + i);
     }
@@ -193,6 +186,26 @@ static int repack(pagert_pager *pager, pagert_pin *pin)
     return outcome;
 }
 
+/* What no transfer can change: the frames that other pins hold leave too few, or no run for the one window
+ * that is wanted. */
+static bool is_hopeless(pagert_pager *pager, pagert_pin *pin)
+{
+    uint64_t total = 0, unheld = 0, capacity = pager->config.frame_count[PAGERT_DEVICE];
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        total += a->span_count;
+        for (uint32_t i = 0; i < a->span_count; i++) {
+            const page *p = &pager->pages[a->span_first + i];
+            unheld += p->holds == 0 || p->copy[PAGERT_DEVICE] == COPY_NONE;
+        }
+    }
+    pin->frames_needed = total;
+    pin->frames_unheld = capacity - pager->held_frames;
+    if (unheld > pin->frames_unheld)
+        return true;
+    return pager->held_frames > 0 && pin->access_count == 1 && !repack_has_layout(pager, pin);
+}
+
 /* Try to give the pin its windows. PLACE_DONE: its pages are held. Else nothing is. */
 static int place(pagert_pager *pager, pagert_pin *pin)
 {
@@ -204,25 +217,23 @@ static int place(pagert_pager *pager, pagert_pin *pin)
     else {
         pin->accesses[0].span_first = pin->accesses[0].first_page;
         pin->accesses[0].span_count = pin->accesses[0].page_count;
-        pin->accesses[0].span_shared = 0;
     }
     if (resident) {
         count_uses(pager, pin);
         for_each_page(pager, pin, hold);
         return PLACE_DONE;
     }
+    if (is_hopeless(pager, pin))
+        return PAGERT_E_FRAMES;
     if (pin->state == PIN_REPACKING)
         return repack(pager, pin);
-    for_each_page(pager, pin, want);
-    pagert_counters before = pager->counters;
     count_uses(pager, pin);
+    for_each_page(pager, pin, want);
     int outcome = recall_pages(pager, pin) ? place_spans(pager, pin) : PLACE_BUSY;
     if (outcome == PLACE_DONE) {
         for_each_page(pager, pin, settle);
         return outcome;
     }
-    pager->counters.hits = before.hits;
-    pager->counters.faults = before.faults;
     for_each_page(pager, pin, unwant);
     if (outcome != PLACE_BLOCKED)
         return outcome;
@@ -230,10 +241,13 @@ static int place(pagert_pager *pager, pagert_pin *pin)
     return repack(pager, pin);
 }
 
-static int refuse(pagert_pin *pin, int code)
+static void stop_waiting(pagert_pager *pager, pagert_pin *pin)
 {
-    pin->state = PIN_REFUSED;
-    return code;
+    *(pin->previous != NULL ? &pin->previous->next : &pager->waiting) = pin->next;
+    if (pin->next != NULL)
+        pin->next->previous = pin->previous;
+    if (pager->repacker == pin)
+        pager->repacker = NULL;
 }
 
 static bool is_ready(const pagert_pager *pager, const pagert_access *access, uint32_t index)
@@ -264,6 +278,8 @@ static int commit(pagert_pager *pager, pagert_pin *pin)
         uint64_t frame = pager->pages[a->first_page].frame[PAGERT_DEVICE];
         a->device_bytes = (frame << pager->page_shift) + (a->offset_bytes & (pager->config.page_bytes - 1));
     }
+    pager->counters.hits += pin->hits;
+    pager->counters.faults += pin->faults;
     pin->state = PIN_READY;
     return 1;
 }
@@ -276,9 +292,10 @@ static int poll_placed(pagert_pager *pager, pagert_pin *pin)
             uint32_t index = a->first_page + pin->page_cursor;
             const page *p = &pager->pages[index];
             if (has(p, PAGE_FAILED)) {
-                pin->failure = (pagert_failure){index, p->failed_link, p->error};
+                pin->failure = (pagert_failure){p->links[LIST_POLICY].older, p->failed_link, p->error};
                 pin->state = PIN_FAILED;
-                return has(p, PAGE_FULL) ? PAGERT_E_FULL : PAGERT_E_TRANSFER;
+                pin->code = has(p, PAGE_FULL) ? PAGERT_E_FULL : PAGERT_E_TRANSFER;
+                return pin->code;
             }
             if (!is_ready(pager, a, index))
                 return 0;
@@ -291,14 +308,9 @@ int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
 {
     if (pin->state == PIN_READY)
         return 1;
+    if (pin->state == PIN_FAILED || pin->state == PIN_REFUSED)
+        return pin->code;
     if (pin->state == PIN_WAITING || pin->state == PIN_REPACKING) {
-        for (uint32_t k = 0; k < pin->access_count; k++) { /* it held nothing: a region may be gone */
-            pagert_access *a = &pin->accesses[k];
-            int code = region_pages(pager, a->region, a->offset_bytes, a->size_bytes, &a->first_page,
-                                    &a->page_count);
-            if (code < 0)
-                return refuse(pin, code);
-        }
         int outcome;
         bool again;
         do {
@@ -306,18 +318,23 @@ int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
             bool quiet = is_quiet(pager);
             lower_grant_host(pager); /* if that ends all that was going on, nobody will call again */
             again = outcome == PLACE_BUSY && !quiet && is_quiet(pager);
+            if (again) /* the victims found no room below: once more would end as this did */
+                pin->state = PIN_REPACKING;
         } while (again);
         if (outcome == PLACE_BUSY)
             return 0;
-        if (pager->repacker == pin)
-            pager->repacker = NULL;
-        if (outcome < 0)
-            return refuse(pin, outcome == PLACE_BLOCKED ? PAGERT_E_FRAMES : outcome);
+        stop_waiting(pager, pin);
+        if (outcome < 0) {
+            pin->state = PIN_REFUSED;
+            pin->code = outcome == PLACE_BLOCKED ? PAGERT_E_FRAMES : outcome;
+            return pin->code;
+        }
         pin->state = PIN_PLACED;
     }
     if (pin->state != PIN_PLACED)
         return PAGERT_E_STATE;
     int outcome = poll_placed(pager, pin);
+    lower_grant_host(pager); /* a pin that writes gave back host frames */
     PAGERT_ASSERT_SLOW(pager);
     return outcome;
 }
@@ -344,6 +361,11 @@ int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
         return PAGERT_E_ARGUMENT;
     pin->access_cursor = pin->page_cursor = 0;
     pin->state = PIN_WAITING;
+    pin->previous = NULL;
+    pin->next = pager->waiting;
+    if (pin->next != NULL)
+        pin->next->previous = pin;
+    pager->waiting = pin;
     int outcome = pagert_pin_poll(pager, pin);
     if (outcome < 0) {
         pagert_unpin(pager, pin);
@@ -360,9 +382,9 @@ int pagert_unpin(pagert_pager *pager, pagert_pin *pin)
         for_each_page(pager, pin, let_go);
     else if (pin->state == PIN_PLACED || pin->state == PIN_FAILED)
         for_each_page(pager, pin, give_up);
+    else if (pin->state == PIN_WAITING || pin->state == PIN_REPACKING)
+        stop_waiting(pager, pin);
     pin->state = PIN_RELEASED;
-    if (pager->repacker == pin)
-        pager->repacker = NULL;
     lower_grant_host(pager);
     PAGERT_ASSERT_SLOW(pager);
     return 0;
@@ -374,12 +396,13 @@ int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_b
     pagert_pin pin = {.accesses = &access, .access_count = 1};
     pagert_counters before = pager->counters;
     int outcome = pagert_pin_start(pager, &pin);
-    pager->counters.prefetches += pager->counters.faults - before.faults;
-    pager->counters.hits = before.hits;
+    pager->counters.hits = before.hits; /* nobody asked for it yet */
     pager->counters.faults = before.faults;
     if (outcome < 0)
         return outcome;
     bool placed = pin.state != PIN_WAITING && pin.state != PIN_REPACKING;
+    if (placed)
+        pager->counters.prefetches += pin.faults;
     pagert_unpin(pager, &pin);
     return placed;
 }

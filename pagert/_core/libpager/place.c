@@ -230,7 +230,7 @@ static uint32_t frame_outside(const pagert_pager *pager, uint32_t base, uint32_t
 
 /* Give the access's span a window. PLACE_BUSY: try again when a transfer has completed. PLACE_BLOCKED:
  * not possible by single moves. On these nothing was promised, but victims may have been evicted. */
-int place_window(pagert_pager *pager, const pagert_access *access)
+int place_window(pagert_pager *pager, const pagert_pin *pin, const pagert_access *access)
 {
     span s = {access->span_first, access->span_count};
     uint32_t base = 0, resident = 0;
@@ -256,8 +256,7 @@ int place_window(pagert_pager *pager, const pagert_access *access)
         if (pager->pages[index].copy[PAGERT_DEVICE] == COPY_VALID)
             device_start_move(pager, index, frame);
         else
-            device_assign(pager, index, frame,
-                          !access->span_shared && access_overwrites(pager, access, index));
+            device_assign(pager, index, frame, pin_overwrites(pager, pin, index));
     }
     return PLACE_DONE;
 }

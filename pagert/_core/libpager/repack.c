@@ -37,7 +37,8 @@ static uint32_t laid_end(const pagert_pin *pin, uint32_t base, uint32_t count)
 static uint32_t held_end(const pagert_pager *pager, const pagert_access *access, uint32_t base)
 {
     for (uint32_t i = access->span_count; i-- > 0;) {
-        uint32_t owner = pager->frames[base + i].page;
+        const device_frame *f = &pager->frames[base + i];
+        uint32_t owner = f->heir != NONE ? f->heir : f->page;
         if (owner != NONE && pager->pages[owner].holds > 0 && owner != access->span_first + i)
             return base + i + 1;
     }
@@ -53,9 +54,10 @@ static bool find_forced_base(const pagert_pager *pager, const pagert_access *acc
         const page *p = &pager->pages[access->span_first + i];
         if (p->holds == 0 || p->copy[PAGERT_DEVICE] == COPY_NONE)
             continue;
-        if (p->frame[PAGERT_DEVICE] < i || (*base != NONE && *base != p->frame[PAGERT_DEVICE] - i))
+        uint32_t frame = has(p, PAGE_MOVING) ? p->move_frame : p->frame[PAGERT_DEVICE];
+        if (frame < i || (*base != NONE && *base != frame - i))
             return false;
-        *base = p->frame[PAGERT_DEVICE] - i;
+        *base = frame - i;
     }
     return true;
 }
@@ -107,6 +109,8 @@ static bool lay_all(const pagert_pager *pager, pagert_pin *pin)
             return false;
     }
 }
+
+bool repack_has_layout(const pagert_pager *pager, pagert_pin *pin) { return lay_all(pager, pin); }
 
 static bool in_any_span(const pagert_pin *pin, uint32_t index)
 {
@@ -190,8 +194,7 @@ int repack_round(pagert_pager *pager, pagert_pin *pin)
         for (uint32_t i = 0; i < a->span_count; i++) {
             uint32_t index = a->span_first + i;
             if (pager->pages[index].copy[PAGERT_DEVICE] == COPY_NONE)
-                device_assign(pager, index, base_of(a) + i,
-                              !a->span_shared && access_overwrites(pager, a, index));
+                device_assign(pager, index, base_of(a) + i, pin_overwrites(pager, pin, index));
         }
     }
     return PLACE_DONE;

@@ -115,7 +115,9 @@ int pagert_complete(pagert_pager *pager, const pagert_transfer *transfer, int32_
         return PAGERT_E_ARGUMENT;
     for (uint32_t i = 0; i < transfer->page_count; i++) {
         const page *p = &pager->pages[transfer->first_page + i];
-        if (!has(p, PAGE_IN_FLIGHT) || p->queue != link)
+        if (!has(p, PAGE_IN_FLIGHT) || p->queue != link ||
+            target_frame(p, link) != transfer->target_frame + i ||
+            (link != PAGERT_FILL && source_frame(p, link) != transfer->source_frame + i))
             return PAGERT_E_STATE;
     }
     PAGERT_ASSERT(pager->in_flight > 0);
