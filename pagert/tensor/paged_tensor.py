@@ -91,6 +91,10 @@ class PagedTensor(torch.Tensor):
     Its shape, strides, dtype and device are always the full ones, wherever its bytes are; `device`
     is the device that computes.
 
+    A plain tensor does not become paged by `plain.data = paged`: PyTorch exchanges what the plain
+    one is made of without asking, and its next reader would find no memory. Make a new parameter,
+    `module.weight = torch.nn.Parameter(pager.tensor(x))`, or use `Pager.page_`.
+
     Results of other operators are plain tensors. Whatever needs a raw address (`data_ptr`, `numpy`,
     DLPack) is refused by name; `resident` gives a plain tensor for such code.
     """
