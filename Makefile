@@ -16,6 +16,7 @@ STEPS ?= 10
 TORCH ?= torch==2.13.0
 # Further arguments of pytest, for example: make test PYTEST_ARGS='-k config'
 PYTEST_ARGS ?=
+# Arguments of every benchmark, for example: make bench BENCH_ARGS=--smoke
 BENCH_ARGS ?=
 # The folder of the demo's flash tier.
 FLASH ?= .cache/flash
@@ -44,7 +45,7 @@ test: $(DONE)/package
 	$(RUN)/python -m pytest $(PYTEST_ARGS)
 
 bench: $(DONE)/package
-	$(RUN)/python -m pytest bench -o python_files='bench_*.py' $(BENCH_ARGS)
+	@for script in bench/[!_]*.py; do echo "== $$script"; $(RUN)/python "$$script" $(BENCH_ARGS) || exit; done
 
 lint: $(DONE)/package
 	$(RUN)/ruff check .

@@ -10,7 +10,7 @@ import re
 import tempfile
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -21,8 +21,8 @@ __all__ = ["POLICIES", "Config", "format_bytes", "parse_bytes"]
 POLICIES = ("lru",)
 """Eviction policies by name; the one list that validation, messages and the command line use."""
 
-DIRECT_MODES = ("auto", "require", "off")
-IO_BACKENDS = ("auto", "io_uring", "threads")
+DirectMode = Literal["auto", "require", "off"]
+IoBackend = Literal["auto", "io_uring", "threads"]
 
 _BYTES_PER_UNIT = {
     "B": 1,
@@ -168,8 +168,8 @@ class Config:
     page_bytes: int
     policy: str
     flash_depth: int = 0
-    direct: str = "auto"
-    io_backend: str = "auto"
+    direct: DirectMode = "auto"
+    io_backend: IoBackend = "auto"
     deadline_seconds: float = 600.0
     warn_seconds: float = 30.0
     copy_threads: int = 2
@@ -247,8 +247,8 @@ class Config:
             page_bytes=page_size,
             policy=_one_of(policy, "policy", POLICIES),
             flash_depth=_count(flash_depth, "flash_depth", 0, _FLASH_DEPTH_MAX),
-            direct=_one_of(direct, "direct", DIRECT_MODES),
-            io_backend=_one_of(io_backend, "io_backend", IO_BACKENDS),
+            direct=cast(DirectMode, _one_of(direct, "direct", get_args(DirectMode))),
+            io_backend=cast(IoBackend, _one_of(io_backend, "io_backend", get_args(IoBackend))),
             deadline_seconds=_seconds(deadline_seconds, "deadline_seconds"),
             warn_seconds=_seconds(warn_seconds, "warn_seconds"),
             copy_threads=_count(copy_threads, "copy_threads", 1, _COPY_THREADS_MAX),

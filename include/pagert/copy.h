@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The host engine: copies and fills memory on threads of its own, so that neither the pump nor the caller
- * spends its time on it. Large requests are cut so that all threads share them.
+ * The host engine: copies and fills memory on threads of its own, so that neither the pump nor the
+ * caller spends its time on it. Large requests are cut so that all threads share them.
  */
 #ifndef PAGERT_COPY_H
 #define PAGERT_COPY_H

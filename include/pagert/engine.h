@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The border between the pump and whatever moves bytes. An engine knows addresses and sizes, not pages or
- * tensors. It may own threads and memory; it never calls back, and never touches a request after it gave
- * it back through reap().
+ * The border between the pump and whatever moves bytes. An engine knows addresses and sizes, not
+ * pages or tensors. It may own threads and memory; it never calls back, and never touches a request
+ * after it gave it back through reap().
  */
 #ifndef PAGERT_ENGINE_H
 #define PAGERT_ENGINE_H
@@ -23,12 +23,12 @@ enum {
 /* Owned by the caller; the engine's between submit() and reap(). */
 typedef struct pagert_request {
     uint32_t kind;
-    int32_t result;         /* out: 0, or -errno. Every byte was moved if and only if it is 0 */
-    void *target;           /* FILL, COPY, READ */
-    const void *source;     /* COPY, WRITE */
-    uint64_t offset_bytes;  /* READ, WRITE */
+    int32_t result;        /* out: 0, or -errno. Every byte was moved if and only if it is 0 */
+    void *target;          /* FILL, COPY, READ */
+    const void *source;    /* COPY, WRITE */
+    uint64_t offset_bytes; /* READ, WRITE */
     uint64_t size_bytes;
-    uint64_t failed_offset; /* out, READ and WRITE with result < 0: file offset where it went wrong */
+    uint64_t failed_offset; /* out, READ and WRITE with result < 0: where in the file */
     void *tag;              /* the caller's */
     struct pagert_request *next; /* the engine's while it has the request */
 } pagert_request;
@@ -44,9 +44,9 @@ typedef struct pagert_engine {
     /* Let requests taken so far start, if the engine batches. 0 or -errno. */
     int (*flush)(void *context);
 
-    /* Give back up to `max` finished requests, in any order; how many, or -errno where the engine cannot be
-     * used (in a forked child: -EPERM). Never blocks; may have work of its own to do, so call it whenever
-     * the event descriptor is readable. */
+    /* Give back up to `max` finished requests, in any order; how many, or -errno where the engine
+     * cannot be used (in a forked child: -EPERM). Never blocks; may have work of its own to do, so
+     * call it whenever the event descriptor is readable. */
     int (*reap)(void *context, pagert_request **finished, int max);
 } pagert_engine;
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Mirrors include/pagert/engine.h, flash.h and copy.h: same names, same order. Then the classes that own
-# the engines; the pump takes their tables of functions.
+# Mirrors include/pagert/engine.h, flash.h and copy.h: same names, same order. Then the classes that
+# own the engines; the pump takes their tables of functions.
 
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 

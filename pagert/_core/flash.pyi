@@ -36,8 +36,8 @@ class FlashFile:
         block_bytes: int,
         depth: int = 0,
         request_bytes: int = 0,
-        backend: Literal["auto", "io_uring", "threads"] = "auto",
-        direct: Literal["auto", "require", "off"] = "auto",
+        backend: str = "auto",
+        direct: str = "auto",
         reserve: bool = True,
     ) -> None: ...
     @property

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The engines as Python objects: each class owns one handle. The pump takes their tables of functions;
-the blocking calls here are for tests, benchmarks and the odd look from outside."""
+"""The engines as Python objects: each class owns one handle.
+
+The pump takes their tables of functions; the blocking calls here are for tests and benchmarks.
+"""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_CheckSignals
@@ -67,40 +69,50 @@ cdef int take_up_to_full(pagert_engine *engine, pagert_request *requests, Py_ssi
     return engine.flush(engine.context)
 
 
-cdef int drive(pagert_engine *engine, pagert_request *requests, Py_ssize_t count) except -1 nogil:
-    """Run requests to their end, without the GIL. After Ctrl-C no more are started, and those in flight
-    are waited for, since the kernel still writes to their buffers."""
-    cdef Py_ssize_t taken = 0, given_back = 0
-    cdef int code = 0, reaped
-    cdef bint interrupted = False
+cdef int wait_and_reap(pagert_engine *engine) noexcept nogil:
+    """Wait up to a tenth of a second. How many requests came back, or -errno."""
     cdef pagert_request *finished[REAP_MAX]
     cdef pollfd descriptor
     descriptor.fd = engine.event_fd
     descriptor.events = POLLIN
-    while given_back < count:
-        if not code and not interrupted:
-            code = take_up_to_full(engine, requests, &taken, count)
-        if (code or interrupted) and given_back == taken:
+    descriptor.revents = 0
+    poll(&descriptor, 1, 100)
+    return engine.reap(engine.context, finished, REAP_MAX)
+
+
+cdef void wait_for(pagert_engine *engine, Py_ssize_t count) noexcept nogil:
+    cdef int reaped
+    while count > 0:
+        reaped = wait_and_reap(engine)
+        if reaped < 0:
+            return
+        count -= reaped
+
+
+cdef int drive(pagert_engine *engine, pagert_request *requests, Py_ssize_t count) except -1 nogil:
+    """Run requests to their end, without the GIL. What a signal handler raises (Ctrl-C) ends it
+    early, but never before the requests in flight are back: the kernel writes to their buffers."""
+    cdef Py_ssize_t taken = 0, given_back = 0
+    cdef int code = 0, reaped
+    while given_back < count and not code:
+        code = take_up_to_full(engine, requests, &taken, count)
+        if code:
             break
-        descriptor.revents = 0
-        poll(&descriptor, 1, 100)
-        reaped = engine.reap(engine.context, finished, REAP_MAX)
+        reaped = wait_and_reap(engine)
         if reaped < 0:
             code = reaped
-            break
-        given_back += reaped
-        if not interrupted and not reaped:
+        elif reaped:
+            given_back += reaped
+        else:
             with gil:
                 try:
                     PyErr_CheckSignals()
                 except BaseException:
-                    if given_back == taken:
-                        raise
-                    interrupted = True
-    if interrupted:
-        with gil:
-            raise KeyboardInterrupt
+                    with nogil:
+                        wait_for(engine, taken - given_back)
+                    raise
     if code:
+        wait_for(engine, taken - given_back)
         with gil:
             raise OSError(-code, reason(code))
     return 0
@@ -135,11 +147,12 @@ cdef class Batch:
 
     cdef list results(self):
         cdef Py_ssize_t i
-        return [(self.requests[i].result, self.requests[i].failed_offset) for i in range(self.count)]
+        return [(self.requests[i].result, self.requests[i].failed_offset)
+                for i in range(self.count)]
 
 
 cdef class FlashFile:
-    """One private, nameless file on flash. See `pagert.engines.flash.open_flash` for checked options.
+    """One private, nameless file on flash. `pagert.engines.open_flash` checks its options.
 
     Raises `OSError` with `errno` and `filename` (the folder) where it cannot be opened.
     """
@@ -178,7 +191,8 @@ cdef class FlashFile:
     @property
     def info(self):
         cdef dict facts = self.facts
-        facts["backend"] = "io_uring" if self.facts.backend == PAGERT_BACKEND_IO_URING else "threads"
+        facts["backend"] = (
+            "io_uring" if self.facts.backend == PAGERT_BACKEND_IO_URING else "threads")
         facts["direct"] = bool(self.facts.direct)
         facts["reserved"] = bool(self.facts.reserved)
         return facts
@@ -197,9 +211,10 @@ cdef class FlashFile:
         self.taken = False
 
     def run(self, requests):
-        """Run `(kind, buffer, offset)` with kind "read" or "write", all at once; `(result, failed_offset)`
-        of each. Blocks. Buffers must be aligned to `info["memory_alignment"]`, offsets and sizes to
-        blocks; a request that is not ends with -EINVAL."""
+        """Run `(kind, buffer, offset)` with kind "read" or "write", all at once. Blocks.
+
+        Returns `(result, failed_offset)` of each. Buffers must be aligned to
+        `info["memory_alignment"]`, offsets and sizes to blocks; else the result is -EINVAL."""
         cdef list wanted = list(requests)
         cdef Batch batch = Batch(len(wanted))
         cdef Py_buffer *buffer
@@ -259,8 +274,8 @@ cdef class FlashFile:
             self.drive_all(request, 1)
             if request.result:
                 raise OSError(-request.result,
-                              f"{explain(request.result)} at byte {request.failed_offset} of the flash "
-                              "file", self.folder)
+                              f"{explain(request.result)} at byte {request.failed_offset} of the "
+                              "flash file", self.folder)
             if staging and kind == PAGERT_REQUEST_READ:
                 memcpy(buffer.buf, staging, size_bytes)
         finally:
@@ -338,8 +353,9 @@ cdef class CopyEngine:
         self.taken = False
 
     def run(self, requests):
-        """Run `("fill", target, None)` and `("copy", target, source)`, all at once; the result of each.
-        Blocks."""
+        """Run `("fill", target, None)` and `("copy", target, source)`, all at once. Blocks.
+
+        Returns the result of each."""
         cdef list wanted = list(requests)
         cdef Batch batch = Batch(len(wanted))
         cdef Py_buffer *buffer

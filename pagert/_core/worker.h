@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What every engine with threads of its own needs: a thread that takes no signal, and an event descriptor
- * that says 'something is finished'.
+ * What every engine with threads of its own needs: a thread that takes no signal, and an event
+ * descriptor that says 'something is finished'.
  */
 #ifndef PAGERT_WORKER_H
 #define PAGERT_WORKER_H
@@ -37,7 +37,8 @@ static inline int pagert_event_open(void)
     return fd < 0 ? -errno : fd;
 }
 
-/* Both calls can only fail with EAGAIN (the counter is full, or empty already), which changes nothing. */
+/* Both calls can only fail with EAGAIN (the counter is full, or empty already), which changes
+ * nothing. */
 static inline void pagert_event_signal(int event_fd)
 {
     uint64_t one = 1;

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import resource
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pagert._core.flash import FlashFile
 
@@ -29,8 +29,8 @@ def open_flash(
     block_bytes: int,
     depth: int = 0,
     request_bytes: int = 0,
-    backend: Literal["auto", "io_uring", "threads"] = "auto",
-    direct: Literal["auto", "require", "off"] = "auto",
+    backend: str = "auto",
+    direct: str = "auto",
     reserve: bool = True,
 ) -> FlashFile:
     """Create a private, nameless file in a folder and open it for many requests at once.
@@ -84,7 +84,7 @@ def open_flash(
     >>> back == b"x" * 4096
     True
     """
-    path = os.fspath(folder)
+    path = os.fsdecode(folder)
     _check_options(capacity_bytes, block_bytes, depth, request_bytes, backend, direct)
     try:
         file = FlashFile(

@@ -132,10 +132,12 @@ class Report:
         yield f"  stall time      {stats.stall_seconds:.2f} s"
         if self.moved_in_steps is not None and self.steps:
             moved, count = self.moved_in_steps, len(self.steps)
-            read = format_bytes(moved.flash_read_bytes / count)
-            written = format_bytes(moved.flash_written_bytes / count)
+            flash_read = format_bytes(moved.flash_read_bytes / count)
+            flash_moved = (
+                f"{flash_read} read, {format_bytes(moved.flash_written_bytes / count)} written"
+            )
             stalled = f"{moved.stall_seconds / count:.2f} s stalled"
-            yield f"  a step          {read} read from flash, {written} written, {stalled}"
+            yield f"  a step          {flash_moved} by flash, {stalled}"
 
     def as_json(self, settings: dict[str, Any]) -> str:
         """Write everything for programs. Losses that are not finite are null; see `losses_bits`."""

@@ -76,7 +76,8 @@ def save_model(model: Any, tokenizer: Any, target: Path) -> None:
     Blocks until everything is on the disk. When it raises, for whatever reason, nothing is left
     behind.
     """
-    check_target(target)
+    tensors = list(stored_tensors(model))
+    check_target(target, sum(tensor.numel() * tensor.element_size() for _, tensor in tensors))
     parent = target.absolute().parent
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=parent))
     try:
@@ -86,7 +87,7 @@ def save_model(model: Any, tokenizer: Any, target: Path) -> None:
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        write_safetensors(list(stored_tensors(model)), partial / "model.safetensors")
+        write_safetensors(tensors, partial / "model.safetensors")
         for path in [*partial.rglob("*"), partial]:
             _force_to_disk(path)
         partial.chmod(0o777 & ~_current_umask())

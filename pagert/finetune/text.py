@@ -167,8 +167,6 @@ class Windows:
         self._tokens = tokens.ids
         self._batch, self._length = batch, seq + 1
         self._split = count - max(self._length, int(count * _HELD_OUT_SHARE))
-        if self._split < self._length:
-            self._split = self._length
         self._generator = torch.Generator().manual_seed(seed)
 
     @property

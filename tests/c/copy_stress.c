@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The host engine under random fills and copies: every byte, the bytes around every target, every request
- * back exactly once, a full queue, and closing with work in flight.
+ * The host engine under random fills and copies: every byte, the bytes around every target, every
+ * request back exactly once, a full queue, and closing with work in flight.
  *
  * usage: copy_stress [seed [rounds]]
  */
@@ -18,12 +18,19 @@
 #define CHECK(condition)                                                                           \
     do {                                                                                           \
         if (!(condition)) {                                                                        \
-            fprintf(stderr, "%s:%d: seed %" PRIu64 ": %s\n", __FILE__, __LINE__, run_seed, #condition); \
+            fprintf(stderr, "%s:%d: seed %" PRIu64 ": %s\n", __FILE__, __LINE__, run_seed,         \
+                    #condition);                                                                   \
             abort();                                                                               \
         }                                                                                          \
     } while (0)
 
-enum { ITEM_COUNT = 1200, SMALL_BYTES = 6000, LARGE_BYTES = 3 << 20, CANARY_BYTES = 64, LARGE_EVERY = 100 };
+enum {
+    ITEM_COUNT = 1200,
+    SMALL_BYTES = 6000,
+    LARGE_BYTES = 3 << 20,
+    CANARY_BYTES = 64,
+    LARGE_EVERY = 100
+};
 
 typedef struct driven {
     pagert_request request;
@@ -67,7 +74,8 @@ static void check_finished(driven *item)
     CHECK(item->state == 1 && request->result == 0);
     item->state = 2;
     for (uint64_t i = 0; i < CANARY_BYTES; i++)
-        CHECK(item->target[-1 - (int64_t)i] == 0xa5 && item->target[request->size_bytes + i] == 0xa5);
+        CHECK(item->target[-1 - (int64_t)i] == 0xa5 &&
+              item->target[request->size_bytes + i] == 0xa5);
     if (request->kind == PAGERT_REQUEST_COPY)
         CHECK(memcmp(item->target, item->source, request->size_bytes) == 0);
     else

@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * libflash on a kernel that misbehaves: short transfers of any length, EINTR, EAGAIN, EIO, ENOSPC, ends of
- * file, flipped bits, completions in any order, twice, or of nobody, submissions taken only in part. A
- * naive model holds for every block what must come back.
+ * libflash on a kernel that misbehaves: short transfers of any length, EINTR, EAGAIN, EIO, ENOSPC,
+ * ends of file, flipped bits, completions in any order, twice, or of nobody, submissions taken only
+ * in part. A naive model holds for every block what must come back.
  *
- * The ring is simulated whole: its memory is ours, and device_step() plays the device. So a run with a ring
- * is single-threaded and repeats exactly from its seed. With threads the same faults hit pread and pwrite.
+ * The ring is simulated whole: its memory is ours, and device_step() plays the device. So a run
+ * with a ring is single-threaded and repeats exactly from its seed. With threads the same faults
+ * hit pread and pwrite.
  *
- * Also checked: every request comes back exactly once; bytes around a buffer stay; and whenever the driver
- * would have to wait, the event descriptor is readable or the device still has work, so nobody hangs.
+ * Also checked: every request comes back exactly once; bytes around a buffer stay; and whenever the
+ * driver would have to wait, the event descriptor is readable or the device still has work, so
+ * nobody hangs.
  *
  * usage: flash_faults [seed [rounds [folder]]]
  */
@@ -29,7 +31,8 @@
 #define CHECK(condition)                                                                           \
     do {                                                                                           \
         if (!(condition)) {                                                                        \
-            fprintf(stderr, "%s:%d: seed %" PRIu64 ": %s\n", __FILE__, __LINE__, run_seed, #condition); \
+            fprintf(stderr, "%s:%d: seed %" PRIu64 ": %s\n", __FILE__, __LINE__, run_seed,         \
+                    #condition);                                                                   \
             abort();                                                                               \
         }                                                                                          \
     } while (0)
@@ -55,19 +58,22 @@ enum { NONE, DELAYS, FLIPS, ALL };
 static _Atomic int faults;
 static int hit(int least, unsigned thousandths)
 {
-    return (atomic_load(&faults) == least || atomic_load(&faults) == ALL) && draw(1000) < thousandths;
+    return (atomic_load(&faults) == least || atomic_load(&faults) == ALL) &&
+           draw(1000) < thousandths;
 }
 
-/* The device. It takes whole sectors only, as direct I/O does, but may move any part of them. */
+/* The device. It takes aligned ranges only, as direct I/O does, but may move any part of them. */
 enum { DISK_BYTES = 2 << 20, SECTOR_BYTES = 512 };
 static uint8_t disk[DISK_BYTES];
-static _Atomic uint8_t flipped[DISK_BYTES / SECTOR_BYTES]; /* the last read from here had a bit flipped */
+static uint32_t alignment; /* as found out at the opening; 1 for buffered I/O */
+/* By sector: the last read from here had a bit flipped. */
+static _Atomic uint8_t flipped[DISK_BYTES / SECTOR_BYTES];
 
 /* What both backends end in. As the system calls: bytes, or -1 and errno. */
 static ssize_t faulty_transfer(void *memory, size_t size_bytes, off_t offset_bytes, int writing)
 {
     static const int errors[] = {EINTR, EAGAIN, EIO, ENOSPC};
-    CHECK(offset_bytes % SECTOR_BYTES == 0 && size_bytes % SECTOR_BYTES == 0);
+    CHECK(offset_bytes % alignment == 0 && size_bytes % alignment == 0);
     CHECK((uint64_t)offset_bytes + size_bytes <= DISK_BYTES);
     if (hit(DELAYS, 60)) {
         errno = errors[draw(2)];
@@ -128,7 +134,8 @@ static int fake_setup(unsigned entry_count, void *parameters)
     answer->submission_count = entry_count;
     answer->completion_count = 2 * entry_count;
     answer->submission = (ring_submission_offsets){.head = 0, .tail = 4, .mask = 8, .array = 16};
-    answer->completion = (ring_completion_offsets){.head = 0, .tail = 4, .mask = 8, .completions = 16};
+    answer->completion =
+        (ring_completion_offsets){.head = 0, .tail = 4, .mask = 8, .completions = 16};
     return dup(0);
 }
 
@@ -177,8 +184,9 @@ static void device_step(void)
     ring.pending[index] = ring.pending[--ring.pending_count];
     const struct iovec *vector = (const struct iovec *)(uintptr_t)operation.address;
     CHECK(operation.length == 1);
-    const ssize_t moved = faulty_transfer(vector->iov_base, vector->iov_len,
-                                          (off_t)operation.offset_bytes, operation.operation == RING_WRITEV);
+    const ssize_t moved =
+        faulty_transfer(vector->iov_base, vector->iov_len, (off_t)operation.offset_bytes,
+                        operation.operation == RING_WRITEV);
     const int error = errno;
     const uint32_t room = 2 * ring.entry_count - (ring.completion[TAIL_WORD] - ring.completion[0]);
     complete(operation.user_data, moved < 0 ? -error : (int32_t)moved);
@@ -229,8 +237,8 @@ static const flash_system faulty_kernel = {
     .ring_close = close,
 };
 
-/* The model. A block's content is a number; 0 stands for 'reading it says ENODATA', which holds before the
- * first write and after one that failed. */
+/* The model. A block's content is a number; 0 stands for 'reading it says ENODATA', which holds
+ * before the first write and after one that failed. */
 enum { BLOCK_MAX = 192, REQUEST_BLOCKS_MAX = 24, IN_FLIGHT_MAX = 80, CANARY_BYTES = 4096 };
 static struct {
     uint64_t content;
@@ -342,7 +350,8 @@ static void check_finished(driven *item)
     CHECK(item->in_flight);
     item->in_flight = 0;
     for (uint32_t i = 0; i < CANARY_BYTES; i++)
-        CHECK(item->memory[-1 - (int64_t)i] == 0xa5 && item->memory[request->size_bytes + i] == 0x5a);
+        CHECK(item->memory[-1 - (int64_t)i] == 0xa5 &&
+              item->memory[request->size_bytes + i] == 0x5a);
     if (request->result)
         CHECK(request->failed_offset >= request->offset_bytes &&
               request->failed_offset < request->offset_bytes + request->size_bytes);
@@ -354,7 +363,8 @@ static void check_finished(driven *item)
         model[block].busy = 0;
 }
 
-/* Wait as the pump does. With a ring the device moves on only here, so a wake-up that is lost is seen. */
+/* Wait as the pump does. With a ring the device moves on only here, so a wake-up that is lost is
+ * seen. */
 static uint32_t wait_and_reap(pagert_engine engine, int with_ring)
 {
     struct pollfd descriptor = {.fd = engine.event_fd, .events = POLLIN};
@@ -403,7 +413,8 @@ static void drive(pagert_engine engine, int with_ring, uint32_t total, uint64_t 
     }
 }
 
-static void run(const char *folder, int with_ring, uint32_t request_bytes, uint32_t block, uint32_t total)
+static void run(const char *folder, int with_ring, uint32_t request_bytes, uint32_t block,
+                uint32_t total)
 {
     block_bytes = block;
     block_count = block > 4096 ? 48 : BLOCK_MAX;
@@ -424,9 +435,11 @@ static void run(const char *folder, int with_ring, uint32_t request_bytes, uint3
     };
     pagert_flash *flash;
     pagert_flash_info info;
+    alignment = 1;
     atomic_store(&faults, NONE);
     CHECK(pagert_flash_open_on(&faulty_kernel, &options, &flash, &info) == 0);
-    CHECK(info.offset_alignment % SECTOR_BYTES == 0 || !info.direct);
+    alignment = info.offset_alignment;
+    CHECK(alignment % SECTOR_BYTES == 0 || !info.direct);
     const pagert_engine engine = pagert_flash_engine(flash);
     uint64_t content = 1;
     for (int kind = NONE; kind <= ALL; kind++) {
@@ -456,7 +469,7 @@ int main(int count, char **arguments)
         run_seed = seed + round;
         random_state = run_seed * 0x9e3779b97f4a7c15u + 1;
         run(folder, 1, 16384, 4096, 700); /* pieces of several blocks */
-        run(folder, 1, 8192, 32768, 200);  /* blocks of several pieces */
+        run(folder, 1, 8192, 32768, 200); /* blocks of several pieces */
         run(folder, 0, 16384, 4096, 200);
         run(folder, 0, 8192, 32768, 50);
     }

@@ -16,7 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("program", "library", "arguments"),
-    [("flash_faults", "libflash", ["1", "5"]), ("copy_stress", "libcopy", ["1", "3"])],
+    [
+        ("flash_faults", "libflash", ["1", "5"]),
+        ("copy_stress", "libcopy", ["1", "3"]),
+        ("crc32c_ways", "libflash", []),
+    ],
 )
 def test_engine_survives(tmp_path, program, library, arguments):
     compiler = shlex.split(os.environ.get("CC", "cc"))

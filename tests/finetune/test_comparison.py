@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from pagert.finetune import job as job_module
 from pagert.finetune.comparison import command_line, compare_reports, comparison_lines
 from pagert.finetune.report import Report, StepReport
 from pagert.finetune.settings import Settings
+from pagert.finetune.view import View
 from pagert.finetune.weights import digests
 
 pytest.importorskip("transformers", reason="the extra 'demo' is not installed")
@@ -97,22 +99,19 @@ def test_settings_survive_the_command_line() -> None:
     assert Settings(**vars(parser.parse_args(command_line(settings)))) == settings
 
 
-def test_killed_unpaged_run_leaves_the_verdict_open(
-    model_folder, text_file, tmp_path, monkeypatch, capfd
+@pytest.mark.parametrize(
+    ("ending", "message"), [("exit 2", "exit status 2"), ("kill -9 $$", "SIGKILL"), ("true", "")]
+)
+def test_unpaged_run_without_a_report_leaves_the_verdict_open(
+    ending, message, monkeypatch, capfd
 ) -> None:
-    import pagert.finetune.comparison as comparison_module
-
-    monkeypatch.setattr(
-        comparison_module, "command_line", lambda settings: ["--model=/nowhere", "--text=/nowhere"]
-    )
-    settings = Settings(
-        model=str(model_folder), text=str(text_file), steps=1, seq=8, device="cpu", unpaged=True
-    )
-    report = Report(paged=True)
-    with job_module.View("test", 1, plain=True) as view:
-        assert job_module._compare(settings, report, view) == job_module.EXIT_DIFFERENT
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command: real(["sh", "-c", ending]))
+    with View("test", 1, plain=True) as view:
+        status = job_module._compare(Settings(model="m", text="t"), Report(paged=True), view)
     output = capfd.readouterr().out
-    assert "exit status 2" in output and output.rstrip().endswith("bitwise equal: unknown")
+    assert status == job_module.EXIT_DIFFERENT
+    assert message in output and output.rstrip().endswith("bitwise equal: unknown")
 
 
 def test_help_names_the_options(capsys) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -178,6 +179,24 @@ def test_bad_budget_is_one_line_and_status_2(option, words, paging, capsys) -> N
     assert main([*words, *paging, option]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and "Error: " in captured.err
+
+
+def test_device_smaller_than_one_operator_is_one_line_and_status_2(words, paging, capsys) -> None:
+    assert main([*words, *paging, "--device-bytes=64KiB"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("pagert finetune: OutOfFrames: ")
+
+
+def test_folder_without_tokenizer_is_one_line_and_status_2(
+    words, model_folder, tmp_path, capsys
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model_folder / name, tmp_path)
+    assert main([*words, "--unpaged", f"--model={tmp_path}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert "BadModel" in captured.err and "no usable tokenizer" in captured.err
 
 
 @pytest.mark.parametrize("option", ["--steps=0", "--batch=-1", "--lr=nan", "--optimizer=magic"])

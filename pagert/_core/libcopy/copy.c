@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The host engine: threads that fill and copy memory. Requests are served in the order they came; a large
- * one is cut, so that all threads work on it at once.
+ * The host engine: threads that fill and copy memory. Requests are served in the order they came; a
+ * large one is cut, so that all threads work on it at once.
  *
- * A request lies in an entry while the engine has it. An entry is on `free`, or on `waiting` while bytes
- * of it are not handed out, or with the threads that do its last pieces. Everything is under one lock,
- * which is held for the handing out of a piece, never while bytes move.
+ * A request lies in an entry while the engine has it. An entry is on `free`, or on `waiting` while
+ * bytes of it are not handed out, or with the threads that do its last pieces. Everything is under
+ * one lock, which is held for the handing out of a piece, never while bytes move.
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -115,8 +115,7 @@ static void *work(void *context)
 
 static int take(pagert_copy *copy, pagert_request *request)
 {
-    const int known =
-        request->kind == PAGERT_REQUEST_FILL || request->kind == PAGERT_REQUEST_COPY;
+    const int known = request->kind == PAGERT_REQUEST_FILL || request->kind == PAGERT_REQUEST_COPY;
     if (!known || request->size_bytes == 0) {
         give_back(copy, request, known ? 0 : -EINVAL);
         return 0;

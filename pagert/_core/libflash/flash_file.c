@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The private file: created without a name, readable by its owner alone, with direct I/O where a real
- * write and read prove that it works. Nothing of it is left when the last descriptor is closed.
+ * The private file: created without a name, readable by its owner alone, with direct I/O where a
+ * real write and read prove that it works. Nothing of it is left when the last descriptor is
+ * closed.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -80,7 +81,7 @@ static int set_direct(int fd, int direct)
     return 0;
 }
 
-/* Write a pattern, read it back from memory that is aligned as asked and not better. 0 or -errno. */
+/* Write a pattern, read it back from memory aligned as asked and not better. 0 or -errno. */
 int flash_file_probe(const flash_system *system, int fd, uint32_t size_bytes,
                      uint32_t memory_alignment)
 {
@@ -113,7 +114,7 @@ int flash_file_probe(const flash_system *system, int fd, uint32_t size_bytes,
     return code;
 }
 
-/* What the file system says about alignment. 1: known. 0: it does not say. -EOPNOTSUPP: no direct I/O. */
+/* What the file system says about alignment. 1: known. 0: it does not say. Else no direct I/O. */
 static int ask_alignment(flash_file *file)
 {
 #ifdef SYS_statx
@@ -141,12 +142,13 @@ static int make_direct(const flash_system *system, uint32_t block_bytes, flash_f
         uint32_t size_bytes = file->offset_alignment;
         if (size_bytes < SMALLEST_BLOCK)
             size_bytes = SMALLEST_BLOCK;
-        code = block_bytes % size_bytes ? -EINVAL
-                                        : flash_file_probe(system, file->fd, size_bytes,
-                                                           file->memory_alignment);
+        code = block_bytes % size_bytes
+                   ? -EINVAL
+                   : flash_file_probe(system, file->fd, size_bytes, file->memory_alignment);
     } else if (code == 0) {
         code = -EINVAL;
-        for (uint32_t size_bytes = SMALLEST_BLOCK; code == -EINVAL && size_bytes <= 65536; size_bytes *= 4)
+        for (uint32_t size_bytes = SMALLEST_BLOCK; code == -EINVAL && size_bytes <= 65536;
+             size_bytes *= 4)
             if (block_bytes % size_bytes == 0) {
                 file->memory_alignment = SMALLEST_BLOCK;
                 file->offset_alignment = size_bytes;
@@ -198,7 +200,8 @@ static int take_space(const pagert_flash_options *options, flash_file *file)
 }
 
 /* On failure nothing stays open; what was found out so far stays in `file`. */
-int flash_file_open(const flash_system *system, const pagert_flash_options *options, flash_file *file)
+int flash_file_open(const flash_system *system, const pagert_flash_options *options,
+                    flash_file *file)
 {
     *file = (flash_file){.fd = -1, .capacity_bytes = options->capacity_bytes};
     struct rlimit limit;

@@ -4,14 +4,15 @@
  *
  *   flash.c        opens, closes, and chooses the backend
  *   flash_file.c   the private file: no name, direct I/O or not, alignment, space
- *   requests.c     takes requests, cuts them into pieces, gives them back; all state of the caller's thread
+ *   requests.c     takes requests, cuts them into pieces, gives them back, on the caller's thread
  *   piece.c        what a system call's result means for a piece; its checksums
  *   uring.c        backend: pieces through a kernel ring
  *   thread_pool.c  backend: pieces by threads with pread and pwrite
  *   crc32c.c       checksums
  *
- * A request lies in an entry while the engine has it. An entry is cut into pieces of at most piece_bytes,
- * and a piece is what one system call (or one ring submission) moves. A piece covers whole checksum units.
+ * A request lies in an entry while the engine has it. An entry is cut into pieces of at most
+ * piece_bytes, and a piece is what one system call (or one ring submission) moves. A piece covers
+ * whole checksum units.
  */
 #ifndef PAGERT_FLASH_INTERNAL_H
 #define PAGERT_FLASH_INTERNAL_H
@@ -62,14 +63,14 @@ typedef struct flash_piece {
     struct flash_piece *next; /* of the one list that it is on, by stage */
     struct iovec vector;      /* must stay in place while the kernel has the piece */
     uint32_t size_bytes, done_bytes;
-    uint32_t generation;      /* told to the kernel: a completion of an earlier attempt is recognised */
+    uint32_t generation; /* told to the kernel: a completion of an earlier attempt is recognised */
     int32_t result;
-    uint16_t stall_count;     /* attempts in a row that moved nothing */
+    uint16_t stall_count; /* attempts in a row that moved nothing */
     uint8_t reread_count;
     uint8_t write;
-    uint8_t in_kernel;        /* ring only: submitted or queued, not completed */
-    uint8_t moved;            /* every byte is where it belongs */
-    uint8_t summed;           /* checksums are stored (write) or match (read) */
+    uint8_t in_kernel; /* ring only: submitted or queued, not completed */
+    uint8_t moved;     /* every byte is where it belongs */
+    uint8_t summed;    /* checksums are stored (write) or match (read) */
 } flash_piece;
 
 typedef struct piece_list {
@@ -93,15 +94,15 @@ struct pagert_flash {
     uint32_t depth;      /* most pieces in the backend at once */
     uint32_t entry_count, piece_count;
 
-    /* One of each for every unit. `written` is 1 where the checksum is valid. A unit belongs to the piece
-     * that covers it, so threads never meet here. */
+    /* One of each for every unit. `written` is 1 where the checksum is valid. A unit belongs to the
+     * piece that covers it, so threads never meet here. */
     uint32_t *checksums;
     uint8_t *written;
 
     /* The caller's thread alone uses what follows.
      * pieces: free + in the backend + (ring only) waiting for their checksum == piece_count */
     flash_entry *entries, *free_entries;
-    flash_entry *waiting_first, *waiting_last; /* not cut to the end; only the first is cut at all */
+    flash_entry *waiting_first, *waiting_last; /* not cut to the end; at most the first is begun */
     flash_piece *pieces;
     piece_list free_pieces;
     piece_list unsummed; /* ring only: checksums to compute or verify */
@@ -110,8 +111,10 @@ struct pagert_flash {
 };
 
 /* flash_file.c */
-int flash_file_open(const flash_system *system, const pagert_flash_options *options, flash_file *file);
-int flash_file_probe(const flash_system *system, int fd, uint32_t size_bytes, uint32_t memory_alignment);
+int flash_file_open(const flash_system *system, const pagert_flash_options *options,
+                    flash_file *file);
+int flash_file_probe(const flash_system *system, int fd, uint32_t size_bytes,
+                     uint32_t memory_alignment);
 
 /* flash.c */
 int pagert_flash_open_on(const flash_system *system, const pagert_flash_options *options,
@@ -128,7 +131,8 @@ enum { PIECE_AGAIN = 1 }; /* beside 0: done, and -errno: failed */
 int piece_advance(const pagert_flash *flash, flash_piece *piece, int64_t moved);
 int piece_checksums(pagert_flash *flash, flash_piece *piece);
 void piece_forget_checksums(pagert_flash *flash, uint64_t offset_bytes, uint64_t size_bytes);
-int64_t piece_unwritten_offset(const pagert_flash *flash, uint64_t offset_bytes, uint64_t size_bytes);
+int64_t piece_unwritten_offset(const pagert_flash *flash, uint64_t offset_bytes,
+                               uint64_t size_bytes);
 void piece_push(piece_list *list, flash_piece *piece);
 flash_piece *piece_pop(piece_list *list);
 
@@ -143,10 +147,12 @@ void flash_ring_close(pagert_flash *flash); /* waits for what the kernel still h
 int flash_pool_open(pagert_flash *flash, flash_pool **pool);
 void flash_pool_queue(pagert_flash *flash, flash_piece *piece);
 void flash_pool_harvest(pagert_flash *flash);
-void flash_pool_close(pagert_flash *flash); /* waits for the pieces that threads work on */
+void flash_pool_close(pagert_flash *flash);  /* waits for the pieces that threads work on */
 void flash_pool_forget(pagert_flash *flash); /* in a forked child, where the threads do not exist */
 
-/* crc32c.c */
-uint32_t pagert_crc32c_portable(uint32_t seed, const void *bytes, uint64_t size_bytes);
+/* crc32c.c: one way by name, for the tests. -EOPNOTSUPP where the processor lacks it. */
+enum { CRC32C_PORTABLE, CRC32C_INSTRUCTION, CRC32C_FOLDING, CRC32C_WAY_COUNT };
+int pagert_crc32c_by(unsigned way, uint32_t seed, const void *bytes, uint64_t size_bytes,
+                     uint32_t *checksum);
 
 #endif

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What a system call's result means for a piece, and the checksums of its units. Called by the thread that
- * has the piece: a worker of the pool, or the caller's thread with a ring. Never touches lists of the flash.
+ * What a system call's result means for a piece, and the checksums of its units. Called by the
+ * thread that has the piece: a worker of the pool, or the caller's thread with a ring. Never
+ * touches lists of the flash.
  */
 #include <errno.h>
 #include <string.h>
 
 #include "internal.h"
 
-/* Attempts in a row without progress before a piece fails: enough to ride out signals and kernels that
- * are short of memory for a moment, and an end for those that never go on. */
+/* Attempts in a row without progress before a piece fails: enough to ride out signals and kernels
+ * that are short of memory for a moment, and an end for those that never go on. */
 enum { STALL_LIMIT = 64 };
 
 void piece_push(piece_list *list, flash_piece *piece)
@@ -30,8 +31,8 @@ flash_piece *piece_pop(piece_list *list)
     return piece;
 }
 
-/* `moved` is what the kernel said: bytes, or -errno. 0: the piece is complete. PIECE_AGAIN: call the
- * kernel again for the rest. Negative: failed. */
+/* `moved` is what the kernel said: bytes, or -errno. 0: the piece is complete. PIECE_AGAIN: call
+ * the kernel again for the rest. Negative: failed. */
 int piece_advance(const pagert_flash *flash, flash_piece *piece, int64_t moved)
 {
     const uint32_t left_bytes = piece->size_bytes - piece->done_bytes;
@@ -53,8 +54,8 @@ int piece_advance(const pagert_flash *flash, flash_piece *piece, int64_t moved)
     return done_bytes == piece->size_bytes ? 0 : PIECE_AGAIN;
 }
 
-/* Store the checksums of a write, or verify those of a read. 0: done. PIECE_AGAIN: a read that does not
- * match is to be read once more. -EBADMSG: the second time neither. */
+/* Store the checksums of a write, or verify those of a read. 0: done. PIECE_AGAIN: a read that does
+ * not match is to be read once more. -EBADMSG: the second time neither. */
 int piece_checksums(pagert_flash *flash, flash_piece *piece)
 {
     uint64_t unit = piece->offset_bytes / flash->unit_bytes;
@@ -81,7 +82,8 @@ void piece_forget_checksums(pagert_flash *flash, uint64_t offset_bytes, uint64_t
 }
 
 /* Where in a range bytes were never written, or -1. */
-int64_t piece_unwritten_offset(const pagert_flash *flash, uint64_t offset_bytes, uint64_t size_bytes)
+int64_t piece_unwritten_offset(const pagert_flash *flash, uint64_t offset_bytes,
+                               uint64_t size_bytes)
 {
     const uint64_t unit = offset_bytes / flash->unit_bytes;
     const uint8_t *hole = memchr(flash->written + unit, 0, size_bytes / flash->unit_bytes);

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Requests from submit() to reap(): cut into pieces, handed to the backend as far as its depth allows, and
- * given back when their last piece is finished. Only the caller's thread runs here.
+ * Requests from submit() to reap(): cut into pieces, handed to the backend as far as its depth
+ * allows, and given back when their last piece is finished. Only the caller's thread runs here.
  *
- * With a ring the checksums are computed here too, while the device works: a write's after it was started,
- * a read's when it has arrived. reap() does so one piece at a time and refills the device in between, so
- * that the checksums of one piece overlap with the transfer of the others. Threads compute their own.
+ * With a ring the checksums are computed here too, while the device works: a write's after it was
+ * started, a read's when it has arrived. reap() does so one piece at a time and refills the device
+ * in between, so that the checksums of one piece overlap with the transfer of the others. Threads
+ * compute their own.
  */
 #include <errno.h>
 #include <unistd.h>
@@ -13,8 +14,8 @@
 #include "../worker.h"
 #include "internal.h"
 
-/* Checksums in one reap() that has nothing to give back yet: about a millisecond. The event descriptor
- * stays readable while there is more to do, so the caller comes back. */
+/* Checksums in one reap() that has nothing to give back yet: a few hundred microseconds. The event
+ * descriptor stays readable while there is more to do, so the caller comes back. */
 enum { CHECKSUM_BYTES_PER_REAP = 4 << 20 };
 
 static void give_back(pagert_flash *flash, pagert_request *request, int32_t result,
@@ -81,8 +82,9 @@ static void cut_piece(pagert_flash *flash, flash_entry *entry)
     piece->entry = entry;
     piece->write = request->kind == PAGERT_REQUEST_WRITE;
     /* The kernel only reads what a write's vector points to; the type has no const. */
-    piece->memory = (uint8_t *)(piece->write ? (uintptr_t)request->source : (uintptr_t)request->target) +
-                    entry->cut_bytes;
+    piece->memory =
+        (uint8_t *)(piece->write ? (uintptr_t)request->source : (uintptr_t)request->target) +
+        entry->cut_bytes;
     piece->offset_bytes = request->offset_bytes + entry->cut_bytes;
     piece->size_bytes = left_bytes < flash->piece_bytes ? (uint32_t)left_bytes : flash->piece_bytes;
     piece->done_bytes = 0;
@@ -139,7 +141,7 @@ static uint32_t sum_one_piece(pagert_flash *flash)
     const uint32_t size_bytes = piece->size_bytes;
     if (verdict == PIECE_AGAIN) {
         piece->moved = 0;
-        flash->backend_count++; /* may exceed depth for a moment; the ring has room for every piece */
+        flash->backend_count++; /* above depth for a moment; the ring has room for every piece */
         flash_ring_queue(flash, piece);
     } else {
         piece->summed = 1;
@@ -206,7 +208,8 @@ int flash_reap(void *context, pagert_request **finished, int max)
     harvest(flash);
     start_pieces(flash);
     uint32_t summed_bytes = 0;
-    while (!flash->finished_first && flash->unsummed.first && summed_bytes < CHECKSUM_BYTES_PER_REAP) {
+    while (!flash->finished_first && flash->unsummed.first &&
+           summed_bytes < CHECKSUM_BYTES_PER_REAP) {
         summed_bytes += sum_one_piece(flash);
         harvest(flash);
         start_pieces(flash);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The kernel that libflash talks to, outside of the tests. io_uring has no wrappers in the C library.
+ * The kernel that libflash talks to, outside of the tests. io_uring has no wrappers in the C
+ * library.
  */
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -22,8 +23,8 @@ static int ring_setup(unsigned entry_count, void *parameters)
 
 static void *ring_map(size_t size_bytes, int fd, off_t offset_bytes)
 {
-    void *address = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd,
-                         offset_bytes);
+    void *address =
+        mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, offset_bytes);
     return address == MAP_FAILED ? NULL : address;
 }
 

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Pieces by threads with pread and pwrite: one thread for each piece in flight. A thread does everything
- * for its piece: retries, the rest of short transfers, checksums, one more read where they do not match.
+ * Pieces by threads with pread and pwrite: one thread for each piece in flight. A thread does
+ * everything for its piece: retries, the rest of short transfers, checksums, one more read where
+ * they do not match.
  *
- * A piece is on `queued`, with one thread, or on `done`. The event descriptor is signalled when `done`
- * stops being empty; the caller's thread empties it whole.
+ * A piece is on `queued`, with one thread, or on `done`. The event descriptor is signalled when
+ * `done` stops being empty; the caller's thread empties it whole.
  */
 #include <errno.h>
 #include <stdlib.h>

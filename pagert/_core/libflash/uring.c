@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Pieces through a kernel ring. The caller's thread fills submissions, tells the kernel, and looks at the
- * completions; the kernel signals the event descriptor for each.
+ * Pieces through a kernel ring. The caller's thread fills submissions, tells the kernel, and looks
+ * at the completions; the kernel signals the event descriptor for each.
  *
- * The ring has room for every piece there is, so neither side can overflow. A completion names its piece
- * by index and generation: one that is not expected, from whatever source, is ignored.
+ * The ring has room for every piece there is, so neither side can overflow. A completion names its
+ * piece by index and generation: one that is not expected, from whatever source, is ignored.
  *
  * Invariant: queued_count + in_kernel_count == backend_count of the flash.
  */
@@ -18,7 +18,7 @@
 
 struct flash_ring {
     int fd;
-    uint32_t queued_count;    /* submissions that the kernel has not taken yet */
+    uint32_t queued_count; /* submissions that the kernel has not taken yet */
     uint32_t in_kernel_count;
     uint32_t submission_mask, completion_mask;
     _Atomic uint32_t *submission_head, *submission_tail, *completion_head, *completion_tail;
@@ -86,7 +86,8 @@ void flash_ring_queue(pagert_flash *flash, flash_piece *piece)
     flash_ring *ring = flash->ring;
     piece->vector = (struct iovec){.iov_base = piece->memory + piece->done_bytes,
                                    .iov_len = piece->size_bytes - piece->done_bytes};
-    piece->generation++; /* at each attempt: a second completion of the last one is not this one's */
+    /* At each attempt: a second completion of the last one is not this one's. */
+    piece->generation++;
     const uint32_t tail = atomic_load_explicit(ring->submission_tail, memory_order_relaxed);
     const uint32_t index = tail & ring->submission_mask;
     ring->submissions[index] = (ring_submission){
@@ -145,7 +146,7 @@ void flash_ring_enter(pagert_flash *flash)
         } else if (taken < 0 && errno == EINTR) {
             continue;
         } else if (taken == 0 || errno == EAGAIN || errno == EBUSY) {
-            /* Short of memory for a moment. A completion, or else this signal, brings the caller back. */
+            /* Short of memory for a moment. A completion or this signal brings the caller back. */
             if (!ring->in_kernel_count)
                 pagert_event_signal(flash->event_fd);
             return;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The little of the kernel's io_uring interface that is used here, as of Linux 5.1. Written out, because
- * the headers of the machine that builds are often older than the kernel that runs.
+ * The little of the kernel's io_uring interface that is used here, as of Linux 5.1. Written out,
+ * because the headers of the machine that builds are often older than the kernel that runs.
  */
 #ifndef PAGERT_FLASH_URING_ABI_H
 #define PAGERT_FLASH_URING_ABI_H
@@ -51,10 +51,10 @@ _Static_assert(sizeof(ring_parameters) == 120, "as the kernel has it");
 enum {
     RING_READV = 1,
     RING_WRITEV = 2,
-    RING_FLAG_ASYNC = 1 << 4,      /* of a submission: may block, so it never completes with EAGAIN */
-    RING_ENTER_WAIT = 1 << 0,      /* of enter: wait for completions */
+    RING_FLAG_ASYNC = 1 << 4, /* of a submission: may block, so it never completes with EAGAIN */
+    RING_ENTER_WAIT = 1 << 0, /* of enter: wait for completions */
     RING_REGISTER_EVENT = 4,
-    RING_MAP_SUBMISSIONS = 0,      /* offsets for mmap */
+    RING_MAP_SUBMISSIONS = 0, /* offsets for mmap */
     RING_MAP_COMPLETIONS = 0x8000000,
     RING_MAP_ENTRIES = 0x10000000,
 };
@@ -64,7 +64,8 @@ enum {
 #include <linux/io_uring.h>
 _Static_assert(sizeof(ring_submission) == sizeof(struct io_uring_sqe), "as the kernel has it");
 _Static_assert(sizeof(ring_parameters) == sizeof(struct io_uring_params), "as the kernel has it");
-_Static_assert((int)RING_READV == IORING_OP_READV && (int)RING_WRITEV == IORING_OP_WRITEV, "likewise");
+_Static_assert((int)RING_READV == IORING_OP_READV && (int)RING_WRITEV == IORING_OP_WRITEV,
+               "likewise");
 _Static_assert((int)RING_REGISTER_EVENT == IORING_REGISTER_EVENTFD, "likewise");
 #endif
 #endif

@@ -365,6 +365,8 @@ int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
             bool quiet = is_quiet(pager);
             lower_grant_host(pager); /* if that ends all that was going on, nobody will call again */
             again = outcome == PLACE_BUSY && !quiet && is_quiet(pager);
+            if (again) /* the victims found no room below: once more would end as this did */
+                pin->state = PIN_REPACKING;
         } while (again);
         if (outcome == PLACE_BUSY)
             return 0;
