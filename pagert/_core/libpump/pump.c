@@ -104,6 +104,13 @@ void pump_drain_released(pagert_pump *pump)
         retry_held_back(pump);
 }
 
+/* Let the policy fetch ahead, and the thread carry it out. */
+static void look_ahead(pagert_pump *pump)
+{
+    if (pagert_look_ahead(pump->core, LOOK_AHEAD_BACKLOG) > 0)
+        wake_thread(pump);
+}
+
 static void lock_core(pagert_pump *pump)
 {
     pthread_mutex_lock(&pump->lock);
@@ -276,6 +283,7 @@ int pagert_pump_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
         outcome = settle_pin(pump, pin, wait_pin(pump, pin, timeout_ns));
     else if (outcome == 1)
         tell_waiters(pump);
+    look_ahead(pump);
     unlock_core(pump);
     return outcome;
 }
@@ -298,6 +306,7 @@ int pagert_pump_unpin(pagert_pump *pump, pagert_pin *pin)
     if (pump->held_back != NULL)
         retry_held_back(pump);
     tell_waiters(pump);
+    look_ahead(pump);
     unlock_core(pump);
     return code;
 }

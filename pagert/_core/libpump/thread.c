@@ -149,6 +149,8 @@ void *pump_run(void *context)
     pthread_mutex_lock(&pump->lock);
     for (;;) {
         pump_drain_released(pump);
+        if (!pump->stopping)
+            pagert_look_ahead(pump->core, LOOK_AHEAD_BACKLOG);
         bool taken = !pump->stopping && take_transfers(pump);
         if (pump->stopping && pump->oldest == NULL)
             break;
