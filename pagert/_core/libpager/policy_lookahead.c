@@ -30,6 +30,7 @@ enum {
 enum {
     RECHECKS_MAX = 16,
     REFRESHED_PER_ACCESS = 8,
+    AHEAD_SHARE = 16, /* prefetch looks at events whose pages fill this part of the device */
 };
 
 /* Max-heap of pages by time of next use. links[LIST_POLICY]: older is the place in it, younger the time. */
@@ -42,7 +43,9 @@ typedef struct lookahead {
     history past;
     heap heaps[HEAPS];
     page_list unknown;
+    uint32_t behind;      /* the cursor when `ahead_pages` was counted */
     uint32_t ahead;       /* next event of the past to prefetch for */
+    uint64_t ahead_pages; /* pages of the events after `behind` and before `ahead` */
     uint32_t ahead_epoch; /* of the history when `ahead` was set */
     uint32_t key_epoch;   /* likewise when the last keys were set anew */
     uint32_t refreshed;   /* device frames whose page's key was set anew since then */
@@ -298,19 +301,40 @@ static void released(pagert_pager *pager, uint32_t first_page)
     history_release(&state_of(pager)->past, first_page);
 }
 
-/* The next range to fetch: `first_page` and `page_count`, wanted at `time`. False: none is known. */
+/* Pages that an event brings to the device. */
+static uint32_t pages_of(const event *e)
+{
+    return e->kind <= EVENT_OVERWRITE ? e->count : 0;
+}
+
+/* Follow the cursor with the window of events that prefetch looks at. */
+static void follow_cursor(lookahead *state)
+{
+    history *past = &state->past;
+    if (state->ahead_epoch != past->epoch || state->ahead <= past->cursor) {
+        state->behind = past->cursor;
+        state->ahead = past->cursor + 1;
+        state->ahead_pages = 0;
+        state->ahead_epoch = past->epoch;
+    }
+    while (state->behind < past->cursor)
+        state->ahead_pages -= pages_of(history_event(past, ++state->behind));
+}
+
+/* The next range to fetch: `first_page` and `page_count`, wanted at `time`. False: none is known, or it lies
+ * so far ahead that its frames serve better where they are: what is fetched early shrinks the cache, and
+ * with it what the furthest-use rule can save. */
 static bool upcoming(pagert_pager *pager, uint32_t *first_page, uint32_t *page_count, uint32_t *time)
 {
     lookahead *state = state_of(pager);
     history *past = &state->past;
     if (!history_is_sure(past))
         return false;
-    if (state->ahead_epoch != past->epoch || state->ahead <= past->cursor) {
-        state->ahead = past->cursor + 1;
-        state->ahead_epoch = past->epoch;
-    }
-    for (; state->ahead < past->now; state->ahead++) {
+    follow_cursor(state);
+    uint64_t window = pager->config.frame_count[PAGERT_DEVICE] / AHEAD_SHARE;
+    for (; state->ahead < past->now && state->ahead_pages < window; state->ahead++) {
         const event *e = history_event(past, state->ahead);
+        state->ahead_pages += pages_of(e);
         if ((e->kind != EVENT_READ && e->kind != EVENT_UPDATE) || e->role == NONE)
             continue;
         uint32_t first = past->roles[e->role].first_page;
@@ -326,6 +350,7 @@ static bool upcoming(pagert_pager *pager, uint32_t *first_page, uint32_t *page_c
             *first_page = first + e->offset;
             *page_count = e->count;
             *time = past->now - 1 + (state->ahead - past->cursor);
+            state->ahead_pages -= pages_of(e); /* it is looked at again */
             return true;
         }
     }
