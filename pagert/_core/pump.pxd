@@ -91,18 +91,22 @@ cdef class Pump:
     cdef bint closing
     cdef unsigned long process  # count of forks when it was opened
     cdef held_pin *pins         # pins that are held, the youngest first
+    cdef public list recorder   # where set: what operators need and regions that come and go, in order
+    cdef uint64_t region_count  # regions so far: the number of the next one
 
     cdef int enter(self) except -1
     cdef bint others_hold(self) noexcept
     cdef int wait(self, str what, double *started, bint *warned) except -1
     cdef int hold(self, held_pin *held) except -1
     cdef int refuse(self, int code, const pagert_pin *pin, const pagert_failure *failure) except -1
+    cdef int note(self, list regions, held_pin *held) except -1
 
 cdef class Region:
     cdef pagert_region handle
     cdef pagert_release_node *node   # owned until it is given to the pump
     cdef readonly Pump pump
     cdef readonly uint64_t size_bytes
+    cdef uint64_t serial             # its number in the order of reservation; for recorders
 
 cdef class Pin:
     cdef held_pin *held              # owned; NULL once released
