@@ -127,9 +127,9 @@ static uint32_t recall_place(history *past)
     uint32_t newest = past->now - 1, hash = 0;
     for (uint32_t k = 0; k < CONTEXT; k++)
         hash = hash_of(hash, history_event(past, newest - k));
-    uint32_t *slot = &past->recall[hash & past->recall_mask];
-    uint32_t place = *slot - 1;
-    *slot = newest + 1;
+    uint32_t *entry = &past->recall[hash & past->recall_mask];
+    uint32_t place = *entry - 1;
+    *entry = newest + 1;
     if (place == NONE || place < CONTEXT || place == newest || !is_kept(past, place - CONTEXT))
         return NONE;
     for (uint32_t k = 0; k < CONTEXT; k++)
