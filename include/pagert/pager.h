@@ -107,7 +107,8 @@ typedef struct pagert_access {
 } pagert_access;
 
 typedef struct pagert_failure {
-    uint32_t page;    /* virtual page whose transfer failed */
+    uint32_t page;    /* virtual page whose transfer failed, which need not be one that was asked for:
+                         others leave to make room. With PAGERT_E_FULL, the one that found no frame */
     uint32_t link;    /* PAGERT_FILL ... */
     int32_t result;   /* what pagert_complete() was told, or PAGERT_E_FULL */
 } pagert_failure;
@@ -119,11 +120,12 @@ typedef struct pagert_pin {
     uint32_t access_count;
     uint32_t state;                        /* the core's from here on */
     uint32_t access_cursor, page_cursor;   /* pages before the cursor are known to be ready */
+    uint32_t begun;                        /* the core's: 1 once room was being made for it */
     pagert_failure failure;                /* valid after PAGERT_E_TRANSFER or PAGERT_E_FULL */
     int32_t code;                          /* how it failed */
     uint64_t hits, faults;                 /* pages it found resident, and others; counted once it is ready */
     uint64_t frames_needed, frames_unheld; /* valid after PAGERT_E_FRAMES */
-    struct pagert_pin *next, *previous;    /* pins that wait to be placed */
+    struct pagert_pin *next, *previous;    /* the core's: pins that are pending or failed */
 } pagert_pin;
 
 /* Ask for every access of `pin` to be resident, each in one window, all at once or not at all.
@@ -137,7 +139,8 @@ int pagert_pin_start(pagert_pager *pager, pagert_pin *pin);
 
 /* 1: ready. 0: still pending. Negative: the pin failed; pagert_unpin() it. Amortised O(pages).
  * A pin that is pending because pages it needs are in a transfer holds no frames yet: other pins may come
- * first, and its poll may still end in any error of pagert_pin_start(). Poll all that are pending after a
+ * first, and its poll may still end in any error of pagert_pin_start(), or in PAGERT_E_TRANSFER where a page
+ * that was to make room could not. Poll all that are pending after a
  * transfer completed, after a pin became ready, failed or was let go of, and when a poll leaves the pager
  * idle: it may have withdrawn what they waited for. */
 int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin);

@@ -146,6 +146,7 @@ cdef extern from "pagert/pager.h" nogil:
     uint32_t pagert_held_frames(const pagert_pager *pager)
     uint64_t pagert_reserved_pages(const pagert_pager *pager)
     uint32_t pagert_in_flight(const pagert_pager *pager)
+    int pagert_is_idle(const pagert_pager *pager)
     void pagert_reset_counters(pagert_pager *pager)
 
     enum:

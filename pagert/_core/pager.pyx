@@ -340,6 +340,11 @@ cdef class Core:
         """Transfers handed out and not completed."""
         return pagert_in_flight(self._pager)
 
+    @property
+    def is_idle(self):
+        """Whether nothing is in flight, and nothing wants to be."""
+        return pagert_is_idle(self._pager) != 0
+
     def page(self, uint32_t page):
         """One page as the page table has it."""
         cdef pagert_page_info raw

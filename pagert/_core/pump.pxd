@@ -119,6 +119,8 @@ cdef class Pump:
     cdef user *pins             # held, or on their way to be; the youngest first
     cdef uint64_t releases      # counts those that left `pins`
     cdef forkable *forks        # owned
+    cdef public list recorder   # where set: what operators need and regions that come and go, in order
+    cdef uint64_t region_count  # regions so far: the number of the next one
 
     cdef bint stop_quietly(self)
     cdef void leave_forks(self) noexcept
@@ -132,12 +134,14 @@ cdef class Pump:
     cdef int write_down(self, pagert_region *region, uint64_t offset_bytes, uint64_t size_bytes,
                         str what) except -1
     cdef int refuse(self, int code, const pagert_pin *pin, const pagert_failure *failure) except -1
+    cdef int note(self, list regions, held_pin *held) except -1
 
 cdef class Region:
     cdef pagert_region handle
     cdef pagert_release_node *node   # owned until it is given to the pump
     cdef readonly Pump pump
     cdef readonly uint64_t size_bytes
+    cdef uint64_t serial             # its number in the order of reservation; for recorders
 
 cdef class Pin:
     cdef held_pin *held              # owned; NULL once released

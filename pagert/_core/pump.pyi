@@ -57,6 +57,11 @@ class Pump:
         warn_seconds: float = 30.0,
         deadline_seconds: float = 600.0,
     ) -> None: ...
+    recorder: list[Any] | None
+    """Where set, each event is appended, in order: for a pin that is ready the list of its (region's number,
+    region's size_bytes, offset_bytes, size_bytes, mode), for a region that is reserved (number, size_bytes), for one
+    that is collected its number."""
+
     @property
     def arena(self) -> Arena: ...
     @property

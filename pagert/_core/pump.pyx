@@ -143,6 +143,11 @@ cdef class Region:
         if not self.node:
             return
         if self.pump.handle:
+            if self.pump.recorder is not None:
+                try:
+                    self.pump.recorder.append(self.serial)
+                except MemoryError:
+                    pass  # a trace in which this region never goes
             self.node.region = self.handle
             pagert_pump_release_later(self.pump.handle, self.node)
         else:
@@ -456,6 +461,10 @@ cdef class Pump:
         region.node = node
         region.pump = self
         region.size_bytes = size_bytes
+        region.serial = self.region_count
+        self.region_count += 1
+        if self.recorder is not None:
+            self.recorder.append((region.serial, size_bytes))
         return region
 
     cdef int hold(self, held_pin *held) except -1:
@@ -548,7 +557,21 @@ cdef class Pump:
         pin.held = held  # from here on its finalizer lets go
         pin.regions = regions
         pin.device_bytes = tuple([held.accesses[i].device_bytes for i in range(count)])
+        if self.recorder is not None:
+            self.note(regions, held)
         return pin
+
+    cdef int note(self, list regions, held_pin *held) except -1:
+        """Append what a pin holds to the recorder's list."""
+        cdef Py_ssize_t i
+        cdef Region region
+        cdef list ranges = []
+        for i in range(len(regions)):
+            region = regions[i]
+            ranges.append((region.serial, region.size_bytes, held.accesses[i].offset_bytes,
+                           held.accesses[i].size_bytes, held.accesses[i].mode))
+        self.recorder.append(ranges)
+        return 0
 
     def prefetch(self, Region region, uint64_t offset_bytes, uint64_t size_bytes):
         """Start the fetch of a range. A hint: does nothing where there is no room. Does not block."""
