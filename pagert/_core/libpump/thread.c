@@ -136,23 +136,28 @@ static int send_and_reap(lane *l, ticket **ended)
     return count;
 }
 
-/* Sleep until an engine or somebody who kicks has something, but not beyond the deadline. An engine that
- * refused something may have no event to tell when it no longer would: then the sleep is short. */
-static void sleep_until_event(const pagert_pump *pump, uint64_t deadline_ns)
+/* An engine that refused something may have no event to tell when it no longer would: then the sleep is
+ * short. */
+static uint64_t wake_time(const pagert_pump *pump, uint64_t deadline_ns)
+{
+    for (uint32_t index = 0; index < LANE_COUNT; index++) {
+        uint64_t soon_ns = pump->lanes[index].refused ? pump_now_ns() + REFUSED_NS : deadline_ns;
+        deadline_ns = soon_ns < deadline_ns ? soon_ns : deadline_ns;
+    }
+    return deadline_ns;
+}
+
+/* Without the lock, and no longer as the driver perhaps: until an engine or somebody who kicks has something. */
+static void sleep_until_event(const pagert_pump *pump, uint64_t wake_ns)
 {
     struct pollfd events[1 + LANE_COUNT];
     nfds_t count = 0;
-    uint64_t now_ns = pump_now_ns();
-    uint64_t left_ns = deadline_ns > now_ns ? deadline_ns - now_ns : 0;
     events[count++] = (struct pollfd){.fd = pump->wake_fd, .events = POLLIN};
-    for (uint32_t index = 0; index < LANE_COUNT; index++) {
-        const lane *l = &pump->lanes[index];
-        if (l->engine.submit == NULL)
-            continue;
-        if (l->refused && left_ns > REFUSED_NS)
-            left_ns = REFUSED_NS;
-        events[count++] = (struct pollfd){.fd = l->engine.event_fd, .events = POLLIN};
-    }
+    for (uint32_t index = 0; index < LANE_COUNT; index++)
+        if (pump->lanes[index].engine.submit != NULL)
+            events[count++] = (struct pollfd){.fd = pump->lanes[index].engine.event_fd, .events = POLLIN};
+    uint64_t now_ns = pump_now_ns();
+    uint64_t left_ns = wake_ns > now_ns ? wake_ns - now_ns : 0;
     struct timespec left = {.tv_sec = (time_t)(left_ns / 1000000000), .tv_nsec = (long)(left_ns % 1000000000)};
     (void)ppoll(events, count, &left, NULL);
 }
@@ -184,8 +189,9 @@ static void sleep_as_driver(pagert_pump *pump, const void *me, uint64_t deadline
     bool is_thread = me == pump;
     pump->asleep = true;
     pump->thread_polls |= is_thread;
+    uint64_t wake_ns = wake_time(pump, deadline_ns);
     pthread_mutex_unlock(&pump->lock);
-    sleep_until_event(pump, deadline_ns);
+    sleep_until_event(pump, wake_ns);
     pthread_mutex_lock(&pump->lock);
     if (is_thread)
         pump->thread_polls = false;
