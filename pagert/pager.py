@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -26,8 +26,9 @@ _Module = TypeVar("_Module", bound=torch.nn.Module)
 class Pager(Runtime):
     """One virtual tensor address space over device memory, host memory and flash.
 
-    Construct it with the budgets of its tiers (see `Runtime`), make tensors or page modules, and close it, best as
-    a context manager. Every tensor it makes is a `PagedTensor`: whole at all times, wherever its bytes are.
+    Construct it with the budgets of its tiers (see `Runtime`), make tensors or page modules, and
+    close it, best as a context manager. Every tensor it makes is a `PagedTensor`: whole at all
+    times, wherever its bytes are.
 
     Examples
     --------
@@ -43,14 +44,17 @@ class Pager(Runtime):
     plain_bytes: int = 0
     """Bytes of parameters and buffers that the last `page_` found too small to page."""
 
-    def tensor(self, data: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False) -> PagedTensor:
+    def tensor(
+        self, data: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False
+    ) -> PagedTensor:
         """Make a paged tensor with a copy of `data`.
 
         Parameters
         ----------
         data : tensor or array_like
-            A tensor on any device, of any strided dtype, or what `torch.as_tensor` takes. A dense layout is kept. The
-            result never shares memory with it. It may be larger than the device tier.
+            A tensor on any device, of any strided dtype, or what `torch.as_tensor` takes. A dense
+            layout is kept. The result never shares memory with it. It may be larger than the device
+            tier.
         dtype : torch.dtype, optional
             Of the result; that of `data` by default.
         requires_grad : bool
@@ -74,39 +78,54 @@ class Pager(Runtime):
         result = PagedTensor._page(self, source, dtype)
         return result.requires_grad_() if requires_grad else result
 
-    def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None,
-              requires_grad: bool = False) -> PagedTensor:
+    def empty(
+        self,
+        *size: int | Sequence[int],
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> PagedTensor:
         """Make a paged tensor of zero pages. They take no room until they are written."""
         self._check_open("pager.empty")
         shape = _shape(size)
         result = PagedTensor._reserve(self, shape, None, dtype or torch.get_default_dtype())
         return result.requires_grad_() if requires_grad else result
 
-    def zeros(self, *size: int | Sequence[int], dtype: torch.dtype | None = None,
-              requires_grad: bool = False) -> PagedTensor:
+    def zeros(
+        self,
+        *size: int | Sequence[int],
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> PagedTensor:
         """Make a paged tensor of zeros. Its pages take no room until they are written."""
         return self.empty(*size, dtype=dtype, requires_grad=requires_grad)
 
-    def full(self, size: Sequence[int], fill_value: bool | int | float | complex, *, dtype: torch.dtype | None = None,
-             requires_grad: bool = False) -> PagedTensor:
+    def full(
+        self,
+        size: Sequence[int],
+        fill_value: bool | int | float | complex,
+        *,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> PagedTensor:
         """Make a paged tensor that has the same value everywhere."""
         result = self.empty(size, dtype=dtype or torch.full((), fill_value).dtype)
         result.fill_(fill_value)
         return result.requires_grad_() if requires_grad else result
 
     def page_(self, module: _Module, min_bytes: int | None = None) -> _Module:
-        """Page the parameters and buffers of a module in place, and their gradients as they are produced.
+        """Page parameters and buffers in place, and gradients as they are produced.
 
-        Every Parameter stays the same object, so an optimizer may be built before or after. Ties are kept. One tensor
-        is moved at a time. Gradients that exist move as well; optimizer state that exists stays plain and is used
-        as it is.
+        Every Parameter stays the same object, so an optimizer may be built before or after. Ties
+        are kept. One tensor is moved at a time. Gradients that exist move as well; optimizer state
+        that exists stays plain and is used as it is.
 
         Parameters
         ----------
         module : torch.nn.Module
             Changed in place. Tensors on the meta device are left alone.
         min_bytes : int, optional
-            Smaller tensors stay plain; a quarter of a page by default. Their sum is logged and in `plain_bytes`.
+            Smaller tensors stay plain; a quarter of a page by default. Their sum is logged and in
+            `plain_bytes`.
 
         Returns
         -------
@@ -130,7 +149,10 @@ class Pager(Runtime):
         return module
 
     def unpage_(self, module: _Module) -> _Module:
-        """Give the parameters, buffers and gradients of a module plain memory again, in place. Returns the module."""
+        """Give the parameters, buffers and gradients of a module plain memory again, in place.
+
+        Returns the module.
+        """
         self._check_open("pager.unpage_")
         modules.unpage_module(self, module)
         return module
@@ -173,10 +195,9 @@ class Pager(Runtime):
 def _plain(tensor: PagedTensor) -> torch.Tensor:
     from .tensor.copying import load
 
-    return load(PagedTensor, tensor.detach())  # type: ignore[arg-type]
+    return load(PagedTensor, cast(PagedTensor, tensor.detach()))
 
 
 def _shape(size: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
-    if len(size) == 1 and not isinstance(size[0], int):
-        size = size[0]  # type: ignore[assignment]
-    return tuple(int(length) for length in size)  # type: ignore[arg-type]
+    lengths: Any = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    return tuple(int(length) for length in lengths)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A runtime in pure Python that evicts as aggressively as it can, to find whoever keeps a stale view.
+"""A runtime in pure Python that evicts as much as it can, to find whoever keeps a stale view.
 
-Each pin puts its windows at new random places of the arena. When it is released, every page is copied
-out and its frames are poisoned with 0xFF. What is pinned only for reading is compared with the bytes
-below: a write that was not announced is an error. Pages that an overwrite gave up come in as poison.
+Each pin puts its windows at new random places of the arena. When it is released, every page is
+copied out and its frames are poisoned with 0xFF. What is pinned only for reading is compared with
+the bytes below: a write that was not announced is an error. Pages that an overwrite gave up come in
+as poison.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class FakeWindow:
 
 
 class FakePin:
-    def __init__(self, pump: FakePump, windows: list[FakeWindow], device_bytes: tuple[int, ...]) -> None:
+    def __init__(
+        self, pump: FakePump, windows: list[FakeWindow], device_bytes: tuple[int, ...]
+    ) -> None:
         self.pump, self.windows, self.device_bytes = pump, windows, device_bytes
 
     def release(self) -> None:
@@ -87,13 +90,15 @@ class FakePump:
         self.check_open()
         self.pins += 1
         pages = []
-        for region, offset, size, mode in accesses:
+        for region, offset, size, _ in accesses:
             if not isinstance(region, FakeRegion) or region.pump is not self:
                 raise ForeignTensor("a region of another pump")
             assert size > 0
-            assert 0 <= offset
+            assert offset >= 0
             assert offset + size <= region.size_bytes
-            pages.append((region, offset // self.page_bytes, -(-(offset + size) // self.page_bytes)))
+            pages.append(
+                (region, offset // self.page_bytes, -(-(offset + size) // self.page_bytes))
+            )
         if self.recorded is not None:
             self.recorded.append([(offset, size, mode) for _, offset, size, mode in accesses])
         windows = [self.cover(region, first, last, pages) for region, first, last in pages]
@@ -203,7 +208,9 @@ class FakePump:
         frames = self.memory(window).reshape(-1, size)
         below = region.bytes[window.first * size : window.last * size].reshape(-1, size)
         clean = ~window.writable
-        assert numpy.array_equal(frames[clean], below[clean]), "a page that was pinned for reading changed"
+        assert numpy.array_equal(frames[clean], below[clean]), (
+            "a page that was pinned for reading changed"
+        )
         below[window.writable] = frames[window.writable]
         frames[:] = POISON
         region.windows.remove(window)
@@ -239,7 +246,9 @@ class FakePump:
 class FakeRuntime:
     """The interface of `pagert.runtime.Runtime` over a FakePump."""
 
-    def __init__(self, *, device_bytes: int = 1 << 20, page_bytes: int = 4096, seed: int = 0) -> None:
+    def __init__(
+        self, *, device_bytes: int = 1 << 20, page_bytes: int = 4096, seed: int = 0
+    ) -> None:
         self.page_bytes = page_bytes
         self.pump = FakePump(page_bytes, device_bytes // page_bytes, seed)
         self.storage = self.pump.arena.untyped_storage()

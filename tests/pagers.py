@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pagers for the tests of the tensor layer: over the fake runtime, and over the real one in each set-up."""
+"""Pagers for the tests of the tensor layer:
+
+over the fake runtime, and over the real one in each set-up.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 
 try:
     import pagert._core.pump
-    import pagert.runtime
+    import pagert.runtime  # noqa: F401  is it there?
 
     REAL = True
 except ImportError:  # the extension modules are not built: the fake stands in for them
@@ -72,12 +75,19 @@ def check_idle(pager):
         assert pager.stats().held_bytes == 0, "a pin was left"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Compute on one thread: the tensors are small, more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=SETUPS)
 def make_pager(request, tmp_path):
     """Make pagers of one set-up, which are idle in the end."""
     pagers = []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
 
     def make(device_bytes: int = 1 << 20, page_bytes: int = 4096, seed: int = 0):
         pager = open_pager(request.param, device_bytes, page_bytes, tmp_path, seed)
@@ -88,7 +98,6 @@ def make_pager(request, tmp_path):
     for pager in pagers:
         check_idle(pager)
         pager.close()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

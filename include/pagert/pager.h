@@ -60,7 +60,8 @@ typedef struct pagert_pager pagert_pager;
 typedef struct pagert_policy pagert_policy;
 
 /* Eviction policies. */
-const pagert_policy *pagert_policy_lru(void);
+const pagert_policy *pagert_policy_lru(void);       /* least recently used */
+const pagert_policy *pagert_policy_lookahead(void); /* learns the step, evicts what is used furthest ahead */
 
 typedef struct pagert_config {
     uint64_t page_bytes;                     /* a power of two, a multiple of 4096 */
@@ -107,7 +108,8 @@ typedef struct pagert_access {
 } pagert_access;
 
 typedef struct pagert_failure {
-    uint32_t page;    /* virtual page whose transfer failed */
+    uint32_t page;    /* virtual page whose transfer failed, which need not be one that was asked for:
+                         others leave to make room. With PAGERT_E_FULL, the one that found no frame */
     uint32_t link;    /* PAGERT_FILL ... */
     int32_t result;   /* what pagert_complete() was told, or PAGERT_E_FULL */
 } pagert_failure;
@@ -119,11 +121,12 @@ typedef struct pagert_pin {
     uint32_t access_count;
     uint32_t state;                        /* the core's from here on */
     uint32_t access_cursor, page_cursor;   /* pages before the cursor are known to be ready */
+    uint32_t begun;                        /* the core's: 1 once room was being made for it */
     pagert_failure failure;                /* valid after PAGERT_E_TRANSFER or PAGERT_E_FULL */
     int32_t code;                          /* how it failed */
     uint64_t hits, faults;                 /* pages it found resident, and others; counted once it is ready */
     uint64_t frames_needed, frames_unheld; /* valid after PAGERT_E_FRAMES */
-    struct pagert_pin *next, *previous;    /* pins that wait to be placed */
+    struct pagert_pin *next, *previous;    /* the core's: pins that are pending or failed */
 } pagert_pin;
 
 /* Ask for every access of `pin` to be resident, each in one window, all at once or not at all.
@@ -137,7 +140,8 @@ int pagert_pin_start(pagert_pager *pager, pagert_pin *pin);
 
 /* 1: ready. 0: still pending. Negative: the pin failed; pagert_unpin() it. Amortised O(pages).
  * A pin that is pending because pages it needs are in a transfer holds no frames yet: other pins may come
- * first, and its poll may still end in any error of pagert_pin_start(). Poll all that are pending after a
+ * first, and its poll may still end in any error of pagert_pin_start(), or in PAGERT_E_TRANSFER where a page
+ * that was to make room could not. Poll all that are pending after a
  * transfer completed, after a pin became ready, failed or was let go of, and when a poll leaves the pager
  * idle: it may have withdrawn what they waited for. */
 int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin);
@@ -149,6 +153,12 @@ int pagert_unpin(pagert_pager *pager, pagert_pin *pin);
 /* Start the fetch of a range, evicting as a pin would, without holding it. A hint: 1 if everything is
  * resident or on its way, 0 if there was no room, or an error as for a pin. */
 int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes);
+
+/* Start the fetch of what the policy expects next, nearest use first, never evicting a page that is needed
+ * sooner, while fewer than `backlog_max` pages wait for their fetch to start. How many pages were started;
+ * 0 with a policy that expects nothing. Call it when a pin was granted or let go of and when a transfer has
+ * completed. */
+uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max);
 
 /* Leave the device: start eviction of the range's unheld pages. Returns how many pages of the range
  * are still on the device; call again after transfers completed until it is 0. PAGERT_E_STATE where a

@@ -43,6 +43,7 @@ cdef extern from "pagert/pager.h" nogil:
         pass
 
     const pagert_policy *pagert_policy_lru()
+    const pagert_policy *pagert_policy_lookahead()
 
     ctypedef struct pagert_config:
         uint64_t page_bytes
@@ -104,6 +105,8 @@ cdef extern from "pagert/pager.h" nogil:
     int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
                         uint64_t size_bytes)
 
+    uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max)
+
     int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
                          uint64_t size_bytes, pagert_failure *failure)
 
@@ -146,6 +149,7 @@ cdef extern from "pagert/pager.h" nogil:
     uint32_t pagert_held_frames(const pagert_pager *pager)
     uint64_t pagert_reserved_pages(const pagert_pager *pager)
     uint32_t pagert_in_flight(const pagert_pager *pager)
+    int pagert_is_idle(const pagert_pager *pager)
     void pagert_reset_counters(pagert_pager *pager)
 
     enum:

@@ -189,7 +189,9 @@ cdef int64_t check_failure(int64_t code, const pagert_failure *failure) except? 
 cdef const pagert_policy *_policy(str name) except NULL:
     if name == "lru":
         return pagert_policy_lru()
-    raise ValueError(f"no policy is called {name!r}; there is 'lru'")
+    if name == "lookahead":
+        return pagert_policy_lookahead()
+    raise ValueError(f"no policy is called {name!r}; there are 'lru' and 'lookahead'")
 
 
 cdef int _fill_config(pagert_config *config, page_bytes, page_count, device_frames, host_frames,
@@ -269,6 +271,10 @@ cdef class Core:
         """Start the fetch of a range; whether all of it is resident or on its way."""
         return bool(check(pagert_prefetch(self._pager, _region(region), offset_bytes, size_bytes)))
 
+    def look_ahead(self, backlog_max):
+        """Start the fetch of what the policy expects; how many pages were started."""
+        return pagert_look_ahead(self._pager, backlog_max)
+
     def evict(self, region, offset_bytes, size_bytes):
         """Start eviction of a range; how many of its pages are still on the device."""
         cdef pagert_failure failure
@@ -339,6 +345,11 @@ cdef class Core:
     def in_flight(self):
         """Transfers handed out and not completed."""
         return pagert_in_flight(self._pager)
+
+    @property
+    def is_idle(self):
+        """Whether nothing is in flight, and nothing wants to be."""
+        return pagert_is_idle(self._pager) != 0
 
     def page(self, uint32_t page):
         """One page as the page table has it."""

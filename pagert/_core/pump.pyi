@@ -68,6 +68,9 @@ class Pump:
     def page_bytes(self) -> int: ...
     @property
     def closed(self) -> bool: ...
+    @property
+    def flash_info(self) -> dict[str, Any] | None:
+        """What was found out about the flash file, and its folder; None without a flash tier."""
     def reserve(self, size_bytes: int) -> Region: ...
     def pin(self, accesses: Sequence[tuple[Region, int, int, int]]) -> Pin:
         """Hold (region, offset_bytes, size_bytes, mode) ranges, all at once. Blocks until resident.

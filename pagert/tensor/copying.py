@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between paged and plain tensors, by ranges where a whole tensor need not fit the device tier."""
+"""Copies between paged and plain tensors, by ranges: no tensor need fit the device tier."""
 
 from __future__ import annotations
 
@@ -18,31 +18,54 @@ if TYPE_CHECKING:
 __all__ = ["copy", "is_never_written", "load"]
 
 
-def copy(cls: type[PagedTensor], target: torch.Tensor, source: torch.Tensor, *, overwrite: bool,
-         non_blocking: bool = False, name: str = "aten.copy_.default") -> None:
+def copy(
+    cls: type[PagedTensor],
+    target: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    overwrite: bool,
+    non_blocking: bool = False,
+    name: str = "aten.copy_.default",
+) -> None:
     """Copy `source` into `target`, of which at least one is paged.
 
-    With `overwrite`, the old bytes of `target` are given up at once: the caller has made sure that the copy
-    cannot fail for its shapes. Elements are converted and placed as `copy_` does it, so that a copy by
-    ranges is bitwise the same as a whole one.
+    With `overwrite`, the old bytes of `target` are given up at once: the caller has made sure that
+    the copy cannot fail for its shapes. Elements are converted and placed as `copy_` does it, so
+    that a copy by ranges is bitwise the same as a whole one.
     """
     mode = OVERWRITE if overwrite else UPDATE
     paged = [tensor for tensor in (target, source) if type(tensor) is cls]
-    runtime: Any = paged[0]._runtime  # type: ignore[attr-defined]
-    range_bytes = max(runtime.page_bytes, runtime.storage.nbytes() // 8 // runtime.page_bytes * runtime.page_bytes)
-    if sum(byte_range(tensor)[1] for tensor in paged) > 2 * range_bytes and _same_order(target, source):
+    runtime: Any = paged[0]._runtime
+    range_bytes = max(
+        runtime.page_bytes, runtime.storage.nbytes() // 8 // runtime.page_bytes * runtime.page_bytes
+    )
+    if sum(byte_range(tensor)[1] for tensor in paged) > 2 * range_bytes and _same_order(
+        target, source
+    ):
         element_count = target.numel()
         step = max(1, range_bytes // max(target.itemsize, source.itemsize))
         flat_target, flat_source = _flat(target), _flat(source)
         for start in range(0, element_count, step):
-            _copy_whole(cls, flat_target[start : start + step], flat_source[start : start + step], mode,
-                        non_blocking, name)
+            _copy_whole(
+                cls,
+                flat_target[start : start + step],
+                flat_source[start : start + step],
+                mode,
+                non_blocking,
+                name,
+            )
     else:
         _copy_whole(cls, target, source, mode, non_blocking, name)
 
 
-def _copy_whole(cls: type[PagedTensor], target: torch.Tensor, source: torch.Tensor, mode: int,
-                non_blocking: bool, name: str) -> None:
+def _copy_whole(
+    cls: type[PagedTensor],
+    target: torch.Tensor,
+    source: torch.Tensor,
+    mode: int,
+    non_blocking: bool,
+    name: str,
+) -> None:
     operands = Operands(cls, name)
     operands.collect(target, mode)
     operands.collect(source, READ)
@@ -62,7 +85,9 @@ def _same_order(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.as_strided.default(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
+    return torch.ops.aten.as_strided.default(
+        tensor, (tensor.numel(),), (1,), tensor.storage_offset()
+    )
 
 
 def is_never_written(tensor: PagedTensor) -> bool:
@@ -70,15 +95,17 @@ def is_never_written(tensor: PagedTensor) -> bool:
     if tensor.is_neg() or tensor.is_conj():
         return False  # zeros with a sign
     offset_bytes, size_bytes = byte_range(tensor)
-    if size_bytes == 0:
+    if tensor._region is None or size_bytes == 0:
         return True
     return not any(tensor._runtime.pump.locate(tensor._region, offset_bytes, size_bytes)[1:])
 
 
 def load(cls: type[PagedTensor], tensor: PagedTensor) -> torch.Tensor:
-    """Return a plain tensor on the compute device with the values and, where it is dense, the layout."""
+    """Return a plain copy on the compute device. A dense layout is kept."""
     if is_dense(tensor.size(), tensor.stride()):
-        plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        plain = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
     else:
         plain = torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.device)
     if is_never_written(tensor):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The way of an operator on paged tensors: its plan is looked up, the plan's route runs it.
 
-Autograd, autocast, vmap and the decomposition of composite operators happen above; what arrives here is
-what a kernel would get.
+Autograd, autocast, vmap and the decomposition of composite operators happen above; what arrives
+here is what a kernel would get.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ if TYPE_CHECKING:
 __all__ = ["dispatch", "run_dense"]
 
 
-def dispatch(cls: type[PagedTensor], op: torch._ops.OpOverload, arguments: Sequence[Any],
-             options: Mapping[str, Any]) -> Any:
+def dispatch(
+    cls: type[PagedTensor],
+    op: torch._ops.OpOverload,
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+) -> Any:
     """Run `op`, of which at least one argument is paged."""
     plan = plan_of(op)
     return plan.route(cls, plan, arguments, options)
@@ -42,7 +46,9 @@ def plan_of(op: torch._ops.OpOverload) -> Plan:
     return plan
 
 
-def run_dense(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def run_dense(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Pin every paged operand, run the operator on dense views, let go."""
     operands = Operands(cls, plan.name)
     written = plan.written
@@ -65,15 +71,22 @@ def run_dense(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], opti
             operands.collect(value, write if name in written else READ)
     operands.pin()
     try:
-        result = plan.op(*[operands.dense(value) for value in arguments],
-                         **{name: operands.dense(value) for name, value in options.items()})
-        return operands.leave(result)
+        dense = [operands.dense(value) for value in arguments]
+        if options:
+            dense_options = {name: operands.dense(value) for name, value in options.items()}
+            return operands.leave(plan.op(*dense, **dense_options))
+        return operands.leave(plan.op(*dense))
     finally:
         operands.release()
 
 
-def run_out(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Run an operator with out= tensors. Their old bytes are kept until the kernel has accepted the call."""
+def run_out(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Run an operator with out= tensors.
+
+    Their old bytes are kept until the kernel has accepted the call.
+    """
     operands = Operands(cls, plan.name)
     if plan.whole:
         _collect_whole(cls, operands, arguments, {})
@@ -89,14 +102,18 @@ def run_out(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], option
             operands.collect(value, UPDATE if name in plan.written else READ)
     with operands:
         try:
-            result = plan.op(*[operands.dense(value) for value in arguments],
-                             **{name: operands.dense(value) for name, value in options.items()})
+            result = plan.op(
+                *[operands.dense(value) for value in arguments],
+                **{name: operands.dense(value) for name, value in options.items()},
+            )
         except RuntimeError as error:
             if "not resizable" not in str(error):
                 raise
             given = ", ".join(describe(out) for out in outs)
-            raise UnsupportedOperator(f"{plan.name}: out= is paged ({given}) and the result is larger; a region has a "
-                                      "fixed size: give an out= of the result's shape") from error
+            raise UnsupportedOperator(
+                f"{plan.name}: out= is paged ({given}) and the result is larger; a region has a "
+                "fixed size: give an out= of the result's shape"
+            ) from error
         for out in outs:
             _follow(cls, out, operands.dense(out))
         return operands.leave(result)
@@ -125,7 +142,9 @@ def _follow(cls: type[PagedTensor], out: PagedTensor, dense: torch.Tensor) -> No
         torch.ops.aten.as_strided_.default(out, dense.size(), dense.stride(), out.storage_offset())
 
 
-def refuse(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def refuse(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Raise with the operator's name."""
     raise UnsupportedOperator(f"{plan.name} cannot run on paged tensors: {plan.reason}")
 

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["run_assign", "run_copy", "run_filled", "run_zeros"]
 
 
-def _like(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> PagedTensor | None:
-    """Reserve the result of a factory, or return None where the caller asks for a tensor that cannot be paged."""
+def _like(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> PagedTensor | None:
+    """Reserve the result of a factory, or return None where it is asked for elsewhere."""
     base = arguments[0]
     if type(base) is not cls:
         return None
@@ -37,7 +39,9 @@ def _like(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options:
 
 
 def _on_meta(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
-    changed: dict[str, Any] = {"device": torch.device("meta")} if "device" in plan.argument_names else {}
+    changed: dict[str, Any] = (
+        {"device": torch.device("meta")} if "device" in plan.argument_names else {}
+    )
     if options.get("generator") is not None:
         changed["generator"] = None
     return changed
@@ -47,20 +51,29 @@ def _is_device(asked: torch.device, compute: torch.device) -> bool:
     return asked.type == compute.type and asked.index in (None, compute.index)
 
 
-def _plain(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def _plain(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     from .dispatch import run_dense
 
     return run_dense(cls, plan, arguments, options)
 
 
-def run_zeros(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Return a tensor of zero pages: nothing is written. What `empty_like` promises is met as well."""
+def run_zeros(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Return a tensor of zero pages:
+
+    nothing is written. What `empty_like` promises is met as well.
+    """
     result = _like(cls, plan, arguments, options)
     return _plain(cls, plan, arguments, options) if result is None else result
 
 
-def run_filled(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Return a tensor that is filled where its pages lie, by the kernel that the operator itself uses."""
+def run_filled(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Return a tensor filled where its pages lie, by the kernel that the operator itself uses."""
     result = _like(cls, plan, arguments, options)
     if result is None:
         return _plain(cls, plan, arguments, options)
@@ -88,7 +101,9 @@ def _fill(dense: torch.Tensor, base: str, named: Mapping[str, Any]) -> None:
         dense.random_(named.get("low", 0), high, generator=generator)
 
 
-def run_copy(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def run_copy(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Return a paged copy, converted where the caller asks for it: `clone`, `_to_copy`."""
     source = arguments[0]
     result = _like(cls, plan, arguments, options)
@@ -100,16 +115,27 @@ def run_copy(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], optio
     return result
 
 
-def run_assign(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Run `copy_`. The old bytes of a paged target are not fetched where all of them are written."""
+def run_assign(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Run `copy_`.
+
+    The old bytes of a paged target are not fetched where all of them are written.
+    """
     target, source = arguments[0], arguments[1]
-    ordinary = (type(source) in (cls, torch.Tensor) and source.layout is torch.strided
-                and not source.is_quantized and source.shape == target.shape)
+    ordinary = (
+        type(source) in (cls, torch.Tensor)
+        and source.layout is torch.strided
+        and not source.is_quantized
+        and source.shape == target.shape
+    )
     shared = type(target) is cls and type(source) is cls and target._region is source._region
     if not ordinary or shared or target.layout is not torch.strided:
         return _plain(cls, plan, arguments, options)
     non_blocking = arguments[2] if len(arguments) > 2 else options.get("non_blocking", False)
     # A source on another device could be refused by the kernel: the old bytes are kept then.
     overwrite = source.device == target.device
-    copying.copy(cls, target, source, overwrite=overwrite, non_blocking=non_blocking, name=plan.name)
+    copying.copy(
+        cls, target, source, overwrite=overwrite, non_blocking=non_blocking, name=plan.name
+    )
     return target

@@ -27,7 +27,7 @@ def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
         element_count = tensor.numel()
     else:
         element_count = extent(tensor.size(), tensor.stride())
-    return tensor.storage_offset() * item_bytes, element_count * item_bytes
+    return int(tensor.storage_offset()) * item_bytes, element_count * item_bytes
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -14,10 +14,13 @@ __all__ = ["keep_paged", "page_gradient"]
 
 
 def keep_paged(tensor: PagedTensor) -> None:
-    """See to it that gradients of a leaf are paged. Once is enough; a tensor without gradient is left alone."""
-    if not (tensor.is_leaf and torch._C.TensorBase.requires_grad.__get__(tensor)):  # type: ignore[attr-defined]
+    """See to it that gradients of a leaf are paged.
+
+    Once is enough; a tensor without gradient is left alone.
+    """
+    if not (tensor.is_leaf and tensor.requires_grad):
         return
-    hooks = tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    hooks = tensor._post_accumulate_grad_hooks
     if hooks is None or page_gradient not in hooks.values():
         tensor.register_post_accumulate_grad_hook(page_gradient)
 
@@ -26,8 +29,8 @@ def page_gradient(parameter: torch.Tensor) -> None:
     """Replace a plain gradient by a paged one. Later micro-batches are added to it in place."""
     gradient = parameter.grad
     runtime = getattr(parameter, "_runtime", None)
-    if runtime is None or type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
-        return  # unpaged since, already paged, or a sparse gradient
-    if gradient.requires_grad:
-        return  # part of a graph: create_graph=True
-    parameter.grad = type(parameter)._page(runtime, gradient)  # type: ignore[attr-defined]
+    if runtime is None or type(gradient) is not torch.Tensor:
+        return  # unpaged since, or paged already
+    if gradient.layout is not torch.strided or gradient.requires_grad:
+        return  # a sparse gradient, or part of a graph: create_graph=True
+    parameter.grad = cast("PagedTensor", parameter)._page(runtime, gradient)

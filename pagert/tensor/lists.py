@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators on lists of tensors, group by group: `_foreach_*`, `_fused_adam_`, `_amp_foreach_*`.
 
-They do the same to each index of their lists, so a list may be cut anywhere. A group is small enough that
-its operands fit the device tier and leave room for the pages of the next one.
+They do the same to each index of their lists, so a list may be cut anywhere. A group is small
+enough that its operands fit the device tier and leave room for the pages of the next one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ __all__ = ["run_list"]
 _GROUPS_IN_DEVICE = 4  # a group takes at most this part of the device tier
 
 
-def run_list(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def run_list(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Run the operator on groups of consecutive indices; results of paged operands are paged."""
     named = dict(zip(plan.argument_names, arguments, strict=False)) | dict(options)
     lists = {name: value for name in plan.list_names if (value := named.get(name)) is not None}
-    tensors = [value for value in lists.values() if isinstance(value, (list, tuple))
-               and any(isinstance(item, torch.Tensor) for item in value)]
+    tensors = [
+        value
+        for value in lists.values()
+        if isinstance(value, (list, tuple))
+        and any(isinstance(item, torch.Tensor) for item in value)
+    ]
     length = len(tensors[0])
     if any(len(value) not in (0, length) for value in lists.values()):
         return _run_group(cls, plan, arguments, options)  # the kernel says what is wrong
@@ -41,12 +47,20 @@ def run_list(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], optio
     return results if plan.op._schema.returns and results else returned
 
 
-def _run_range(cls: type[PagedTensor], plan: Plan, call: tuple[Sequence[Any], Mapping[str, Any]],
-               bounds: tuple[int, int], results: list[Any]) -> Any:
+def _run_range(
+    cls: type[PagedTensor],
+    plan: Plan,
+    call: tuple[Sequence[Any], Mapping[str, Any]],
+    bounds: tuple[int, int],
+    results: list[Any],
+) -> Any:
     """Run one group; halve it where other pins leave less room than the group was made for."""
     start, stop = bounds
     arguments, options = call
-    cut = [_cut(plan, plan.argument_names[position], value, start, stop) for position, value in enumerate(arguments)]
+    cut = [
+        _cut(plan, plan.argument_names[position], value, start, stop)
+        for position, value in enumerate(arguments)
+    ]
     cut_options = {name: _cut(plan, name, value, start, stop) for name, value in options.items()}
     try:
         returned = _run_group(cls, plan, cut, cut_options)
@@ -56,12 +70,16 @@ def _run_range(cls: type[PagedTensor], plan: Plan, call: tuple[Sequence[Any], Ma
         middle = (start + stop) // 2
         _run_range(cls, plan, call, (start, middle), results)
         return _run_range(cls, plan, call, (middle, stop), results)
-    if isinstance(returned, (list, tuple)) and all(isinstance(item, torch.Tensor) for item in returned):
+    if isinstance(returned, (list, tuple)) and all(
+        isinstance(item, torch.Tensor) for item in returned
+    ):
         results.extend(_page_results(cls, cut, returned))
     return returned
 
 
-def _run_group(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def _run_group(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     from .dispatch import run_dense
 
     return run_dense(cls, plan, arguments, options)
@@ -73,7 +91,9 @@ def _cut(plan: Plan, name: str, value: Any, start: int, stop: int) -> Any:
     return value[start:stop]
 
 
-def _groups(cls: type[PagedTensor], tensors: Sequence[Sequence[Any]], length: int) -> list[tuple[int, int]]:
+def _groups(
+    cls: type[PagedTensor], tensors: Sequence[Sequence[Any]], length: int
+) -> list[tuple[int, int]]:
     """Cut the indices into ranges whose paged operands take at most a part of the device tier."""
     groups: list[tuple[int, int]] = []
     start, group_bytes = 0, 0
@@ -100,7 +120,9 @@ def _page_bytes(tensor: PagedTensor, page_bytes: int) -> int:
     return (last - first + 1) * page_bytes
 
 
-def _page_results(cls: type[PagedTensor], arguments: Sequence[Any], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _page_results(
+    cls: type[PagedTensor], arguments: Sequence[Any], results: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Page the results that have the shape of a paged operand: state, not statistics."""
     operands = next(value for value in arguments if isinstance(value, (list, tuple)))
     paged = []

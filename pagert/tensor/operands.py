@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged operands of one operator call: pinned together, seen as dense views, let go together.
 
-A dense view lies in the device arena and is valid only between `pin()` and `release()`. What an operator
-returns goes through `leave()`: nothing that shares the arena's bytes gets out as a plain tensor.
+A dense view lies in the device arena and is valid only between `pin()` and `release()`. What an
+operator returns goes through `leave()`: nothing that shares the arena's bytes gets out as a plain
+tensor.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -26,13 +28,24 @@ __all__ = ["Operands"]
 
 _MODE_NAMES = {READ: "read", UPDATE: "update", OVERWRITE: "overwrite"}
 _SEQUENCES = (list, tuple)
+_NONE: frozenset[int] = frozenset()
 
 
 class Operands:
-    """Collect with `add`, then `pin`, run on `dense` values, `leave` with the results, `release`."""
+    """Collect with `add`, `pin`, run on `dense` values, `leave` with the results, `release`."""
 
-    __slots__ = ("_accesses", "_cls", "_dense", "_empty", "_guarded", "_name", "_pin", "_tensors",
-                 "_whole", "runtime")
+    __slots__ = (
+        "_accesses",
+        "_cls",
+        "_dense",
+        "_empty",
+        "_guarded",
+        "_name",
+        "_pin",
+        "_tensors",
+        "_whole",
+        "runtime",
+    )
 
     def __init__(self, cls: type[PagedTensor], name: str) -> None:
         self._cls = cls
@@ -40,9 +53,11 @@ class Operands:
         self.runtime: Any = None
         self._tensors: list[PagedTensor] = []  # one for each access
         self._accesses: list[tuple[Any, int, int, int]] = []
-        self._empty: list[PagedTensor] = []  # without elements: they have no bytes to pin
-        self._guarded: set[int] = set()  # accesses whose dense view must not grow
-        self._whole: set[int] = set()  # accesses to the whole region
+        # Rare: operands without elements, which have no bytes to pin; accesses whose dense view
+        # must not grow; accesses to the whole region.
+        self._empty: tuple[PagedTensor, ...] = ()
+        self._guarded: frozenset[int] = _NONE
+        self._whole: frozenset[int] = _NONE
         self._dense: dict[int, tuple[PagedTensor, torch.Tensor]] = {}  # by the operand's id
         self._pin: Pin | None = None
 
@@ -56,29 +71,34 @@ class Operands:
                 if type(item) is self._cls:
                     self.add(item, mode)
 
-    def add(self, tensor: PagedTensor, mode: int, guarded: bool = False, whole: bool = False) -> None:
+    def add(
+        self, tensor: PagedTensor, mode: int, guarded: bool = False, whole: bool = False
+    ) -> None:
         """Add one paged tensor.
 
-        A `guarded` one gets a dense view that refuses to be resized larger; with `whole`, the view lies in a storage
-        that is the tensor's whole region.
+        A `guarded` one gets a dense view that refuses to be resized larger; with `whole`, the view
+        lies in a storage that is the tensor's whole region.
         """
         if self.runtime is None:
             self.runtime = tensor._runtime
         elif tensor._runtime is not self.runtime:
-            raise ForeignTensor(f"{self._name}: tensors of two pagers meet: {describe(self._tensors[0])} and "
-                                f"{describe(tensor)}; move one over with `pager.tensor(other)`"
-                                if self._tensors else f"{self._name}: tensors of two pagers meet")
+            raise ForeignTensor(
+                f"{self._name}: tensors of two pagers meet: {describe(self._tensors[0])} and "
+                f"{describe(tensor)}; move one over with `pager.tensor(other)`"
+                if self._tensors
+                else f"{self._name}: tensors of two pagers meet"
+            )
         offset_bytes, size_bytes = byte_range(tensor)
         if size_bytes == 0:
-            self._empty.append(tensor)
+            self._empty += (tensor,)
             return
         if whole:
-            self._whole.add(len(self._accesses))
+            self._whole |= {len(self._accesses)}
             offset_bytes, size_bytes = 0, torch._C.TensorBase.untyped_storage(tensor).nbytes()
         if mode == OVERWRITE and not fills_range(tensor):
             mode = UPDATE
         if guarded:
-            self._guarded.add(len(self._accesses))
+            self._guarded |= {len(self._accesses)}
         self._tensors.append(tensor)
         self._accesses.append((tensor._region, offset_bytes, size_bytes, mode))
 
@@ -92,22 +112,32 @@ class Operands:
                 self._pin = pin = self.runtime.pump.pin(accesses)
             except OutOfFrames as error:
                 raise self._explain(error) from error
-            storage = self.runtime.storage
-            for index, tensor in enumerate(self._tensors):
-                start = pin.device_bytes[index]
-                if index in self._whole:
-                    region = storage[start : start + accesses[index][2]]
-                    dense = _dense_view(tensor, region, tensor.storage_offset())
-                elif index in self._guarded:
-                    window = storage[start : start + accesses[index][2]]
-                    dense = _dense_view(tensor, window, 0)
-                else:
-                    dense = _dense_view(tensor, storage, start // tensor.itemsize)
-                self._dense[id(tensor)] = (tensor, dense)
+            try:
+                self._look(pin.device_bytes)
+            except BaseException:
+                self.release()
+                raise
         for tensor in self._empty:
-            dense = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype,
-                                        device=tensor.device)
+            dense = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
             self._dense[id(tensor)] = (tensor, dense)
+
+    def _look(self, starts: Sequence[int]) -> None:
+        """Make the dense views of what is pinned."""
+        storage = self.runtime.storage
+        dense = self._dense
+        for index, tensor in enumerate(self._tensors):
+            start = starts[index]
+            if index in self._whole:
+                region = storage[start : start + self._accesses[index][2]]
+                view = _dense_view(tensor, region, int(tensor.storage_offset()))
+            elif index in self._guarded:
+                window = storage[start : start + self._accesses[index][2]]
+                view = _dense_view(tensor, window, 0)
+            else:
+                view = _dense_view(tensor, storage, start // tensor.itemsize)
+            dense[id(tensor)] = (tensor, view)
 
     def release(self) -> None:
         """Let every operand go; the dense views must not be used any more."""
@@ -128,7 +158,9 @@ class Operands:
         if kind is self._cls:
             return self._dense[id(value)][1]
         if kind in _SEQUENCES:
-            return kind([self._dense[id(item)][1] if type(item) is self._cls else item for item in value])
+            return kind(
+                [self._dense[id(item)][1] if type(item) is self._cls else item for item in value]
+            )
         return value
 
     def leave(self, result: Any) -> Any:
@@ -143,12 +175,14 @@ class Operands:
         for tensor, dense in self._dense.values():
             if result is dense:
                 return tensor
-        if result.layout is not torch.strided or result.is_nested or result.is_quantized:
+        if result.layout is not torch.strided:
             self._refuse_hidden_alias(result)
             return result
         index = self._find_alias(result)
         if index is None:
             return result
+        if result.is_nested or result.is_quantized:
+            self._refuse_alias(result)
         owner = self._tensors[index]
         start_bytes = result.data_ptr() - self.runtime.storage.data_ptr()
         offset_bytes = self._accesses[index][1] + start_bytes - self._pin_start(index)
@@ -168,13 +202,21 @@ class Operands:
         for index, access in enumerate(self._accesses):
             if 0 <= start - self._pin.device_bytes[index] < access[2]:
                 return index
-        raise UnsupportedOperator(f"{self._name}: it returned an alias of device memory that is not its operand's")
+        raise UnsupportedOperator(
+            f"{self._name}: it returned an alias of device memory that is not its operand's"
+        )
 
     def _refuse_hidden_alias(self, result: torch.Tensor) -> None:
         for part in _strided_parts(result):
             if self._find_alias(part) is not None:
-                raise UnsupportedOperator(f"{self._name}: its result, of layout {result.layout}, would keep an alias "
-                                          "of paged bytes; give it a plain copy of the operand")
+                self._refuse_alias(result)
+
+    def _refuse_alias(self, result: torch.Tensor) -> NoReturn:
+        layout = "nested" if result.is_nested else result.layout
+        raise UnsupportedOperator(
+            f"{self._name}: its result, of layout {layout} and dtype {result.dtype}, would keep "
+            "an alias of paged bytes; give it a plain copy of the operand"
+        )
 
     def _keep_shared_bytes(self) -> None:
         """Make overwrites updates where the same call also uses the region in another way."""
@@ -182,22 +224,31 @@ class Operands:
         for access in self._accesses:
             count[id(access[0])] = count.get(id(access[0]), 0) + 1
         self._accesses = [
-            (region, offset, size, UPDATE) if mode == OVERWRITE and count[id(region)] > 1
+            (region, offset, size, UPDATE)
+            if mode == OVERWRITE and count[id(region)] > 1
             else (region, offset, size, mode)
             for region, offset, size, mode in self._accesses
         ]
 
     def _explain(self, error: OutOfFrames) -> OutOfFrames:
-        operands = "; ".join(f"{describe(tensor)} ({_MODE_NAMES[access[3]]})" for tensor, access
-                             in zip(self._tensors, self._accesses, strict=True))
-        message = [f"{self._name}: its paged operands do not fit the device tier together: {operands}"]
+        operands = "; ".join(
+            f"{describe(tensor)} ({_MODE_NAMES[access[3]]})"
+            for tensor, access in zip(self._tensors, self._accesses, strict=True)
+        )
+        message = [
+            f"{self._name}: its paged operands do not fit the device tier together: {operands}"
+        ]
         needed = getattr(error, "needed_bytes", None)
         capacity = getattr(error, "capacity_bytes", None)
         unpinned = getattr(error, "unpinned_bytes", None)
         if needed is not None and capacity is not None and unpinned is not None:
-            message.append(f"they need {format_bytes(needed)} in pages; {format_bytes(unpinned)} of "
-                           f"{format_bytes(capacity)} are not pinned")
-        message.append("raise device_bytes, leave `resident()` contexts earlier, or use smaller tensors")
+            message.append(
+                f"they need {format_bytes(needed)} in pages; {format_bytes(unpinned)} of "
+                f"{format_bytes(capacity)} are not pinned"
+            )
+        message.append(
+            "raise device_bytes, leave `resident()` contexts earlier, or use smaller tensors"
+        )
         explained = OutOfFrames("; ".join(message))
         for attribute in ("needed_bytes", "unpinned_bytes", "capacity_bytes"):
             if hasattr(error, attribute):
@@ -207,7 +258,7 @@ class Operands:
 
 def _dense_view(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
     dense = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    dense.set_(storage, offset, tensor.size(), tensor.stride())  # type: ignore[call-overload]
+    dense.set_(storage, offset, tensor.size(), tensor.stride())
     if tensor.is_neg():
         torch._C._set_neg(dense, True)
     if tensor.is_complex() and tensor.is_conj():
@@ -222,6 +273,4 @@ def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    if tensor.is_nested and tensor.layout is torch.strided:
-        return [tensor]
     return []

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensor whose bytes lie in pages.
 
-A `PagedTensor` is a tensor over a storage that has a size and no memory. The storage stands for a region of
-the pager's address space: all views of one region share it, as views of a plain tensor share theirs.
-Autograd, version counters and views are PyTorch's own; operators arrive in `__torch_dispatch__`.
+A `PagedTensor` is a tensor over a storage that has a size and no memory. The storage stands for a
+region of the pager's address space: all views of one region share it, as views of a plain tensor
+share theirs. Autograd, version counters and views are PyTorch's own; operators arrive in
+`__torch_dispatch__`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from pagert.runtime import Runtime
 
 __all__ = ["PagedTensor", "Resident"]
+
+# PyTorch's own attributes, below the properties of the same names.
+_DATA: Any = torch._C.TensorBase.data
+_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 _TIERS = ("zero", "device", "host", "flash")
 
@@ -59,15 +64,18 @@ class Resident:
         self._operands = self._dense = None
         if operands is None or dense is None:
             return
-        # From here on the pages may move: the tensor that was lent must not look at their frames any more.
+        # From here on the pages may move: the tensor that was lent must not look at their frames
+        # any more.
         storage = dense.untyped_storage()
         dense.data = torch.empty(0, dtype=dense.dtype, device=dense.device)
         still_used = torch._C._storage_Use_Count(storage._cdata) > 1
         operands.release()
         if still_used:
             warnings.warn(
-                f"a view of the plain tensor that resident() lent for {describe(self._tensor)} is still alive after the "
-                "context; its bytes are no longer those of the paged tensor: clone what should outlive the context",
+                f"a view of the plain tensor that resident() lent for {describe(self._tensor)} is "
+                "still alive after the "
+                "context; its bytes are no longer those of the paged tensor: clone what should "
+                "outlive the context",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -78,12 +86,17 @@ class Resident:
 class PagedTensor(torch.Tensor):
     """A tensor whose bytes lie in the pages of a pager.
 
-    It is made by `Pager.tensor`, `Pager.empty`, `Pager.zeros`, `Pager.full` and `Pager.page_`, by every view of a
-    paged tensor and by every factory after its model (`zeros_like`, `clone`, ...). Its shape, strides, dtype and
-    device are always the full ones, wherever its bytes are; `device` is the device that computes.
+    It is made by `Pager.tensor`, `Pager.empty`, `Pager.zeros`, `Pager.full` and `Pager.page_`, by
+    every view of a paged tensor and by every factory after its model (`zeros_like`, `clone`, ...).
+    Its shape, strides, dtype and device are always the full ones, wherever its bytes are; `device`
+    is the device that computes.
 
-    Results of other operators are plain tensors. Whatever needs a raw address (`data_ptr`, `numpy`, DLPack) is
-    refused by name; `resident` gives a plain tensor for such code.
+    A plain tensor does not become paged by `plain.data = paged`: PyTorch exchanges what the plain
+    one is made of without asking, and its next reader would find no memory. Make a new parameter,
+    `module.weight = torch.nn.Parameter(pager.tensor(x))`, or use `Pager.page_`.
+
+    Results of other operators are plain tensors. Whatever needs a raw address (`data_ptr`, `numpy`,
+    DLPack) is refused by name; `resident` gives a plain tensor for such code.
     """
 
     _region: Region | None  # None: no bytes
@@ -92,8 +105,13 @@ class PagedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Sequence[Any] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         for kind in types:
             if kind is not cls:
                 return NotImplemented  # another wrapper's turn
@@ -102,17 +120,22 @@ class PagedTensor(torch.Tensor):
     # Construction.
 
     @classmethod
-    def _reserve(cls, runtime: Runtime, size: Sequence[int], stride: Sequence[int] | None,
-                 dtype: torch.dtype) -> PagedTensor:
+    def _reserve(
+        cls, runtime: Runtime, size: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype
+    ) -> PagedTensor:
         """Reserve a region and return the tensor that covers it. Its pages are zero."""
         if stride is None:
             stride = contiguous_stride(size)
         size_bytes = extent(size, stride) * dtype.itemsize
-        tensor = torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=runtime.device)
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, size, strides=stride, dtype=dtype, device=runtime.device
+        )
         tensor._region = runtime.pump.reserve(size_bytes) if size_bytes else None
         tensor._runtime = runtime
         if size_bytes:
-            torch._C._set_throw_on_mutable_data_ptr(tensor)  # C++ code gets an exception, never address 0
+            torch._C._set_throw_on_mutable_data_ptr(
+                tensor
+            )  # C++ code gets an exception, never address 0
         return tensor
 
     @classmethod
@@ -127,15 +150,21 @@ class PagedTensor(torch.Tensor):
     def _view(cls, owner: PagedTensor, like: torch.Tensor, offset: int) -> PagedTensor:
         """Return a view of the owner's region at element `offset`, with the geometry of `like`."""
         geometry = torch.empty(0, dtype=like.dtype, device=owner.device)
-        geometry.set_(torch._C.TensorBase.untyped_storage(owner), offset, like.size(),  # type: ignore[call-overload]
-                      like.stride())
+        geometry.set_(
+            torch._C.TensorBase.untyped_storage(owner),
+            offset,
+            like.size(),
+            like.stride(),
+        )
         torch._C._set_neg(geometry, like.is_neg())
         if like.is_complex():
             torch._C._set_conj(geometry, like.is_conj())
         return cls._wrap(geometry, owner._region, owner._runtime)
 
     @classmethod
-    def _page(cls, runtime: Runtime, source: torch.Tensor, dtype: torch.dtype | None = None) -> PagedTensor:
+    def _page(
+        cls, runtime: Runtime, source: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> PagedTensor:
         """Return a paged copy of a strided tensor. Dense layouts are kept."""
         stride = source.stride() if is_dense(source.size(), source.stride()) else None
         target = cls._reserve(runtime, source.size(), stride, dtype or source.dtype)
@@ -145,8 +174,8 @@ class PagedTensor(torch.Tensor):
         return target
 
     def _rebind(self, other: PagedTensor) -> None:
-        """Become another look at the bytes of `other`; the object, its history and its version stay."""
-        torch._C.TensorBase.data.__set__(self, other)  # type: ignore[attr-defined]
+        """Become another look at the bytes of `other`. The object, history and version stay."""
+        _DATA.__set__(self, other)
         self._region = other._region
         self._runtime = other._runtime
 
@@ -158,13 +187,15 @@ class PagedTensor(torch.Tensor):
         Parameters
         ----------
         mode : {"update", "read"}
-            "read" promises that nothing is written to the plain tensor, so that its pages stay clean.
+            "read" promises that nothing is written to the plain tensor, so that its pages stay
+            clean.
 
         Returns
         -------
         Resident
-            A context manager. Entering blocks until the bytes are on the device. The plain tensor is valid inside
-            the context only; afterwards it is empty, and what was derived from it must not be used any more.
+            A context manager. Entering blocks until the bytes are on the device. The plain tensor
+            is valid inside the context only; afterwards it is empty, and what was derived from it
+            must not be used any more.
 
         Raises
         ------
@@ -179,20 +210,23 @@ class PagedTensor(torch.Tensor):
     def prefetch(self) -> None:
         """Start to bring the tensor to the device. Does not block."""
         offset_bytes, size_bytes = byte_range(self)
-        if size_bytes:
+        if self._region is not None and size_bytes:
             self._runtime.pump.prefetch(self._region, offset_bytes, size_bytes)
 
     def evict(self) -> None:
         """Move the tensor's pages off the device. Blocks until they have left."""
         offset_bytes, size_bytes = byte_range(self)
-        if size_bytes:
+        if self._region is not None and size_bytes:
             self._runtime.pump.evict(self._region, offset_bytes, size_bytes)
 
     @property
     def tier(self) -> str:
-        """Where the bytes lie: "device", "host", "flash", "mixed", or "zero" for pages never written."""
+        """Where the bytes lie:
+
+        "device", "host", "flash", "mixed", or "zero" for pages never written.
+        """
         offset_bytes, size_bytes = byte_range(self)
-        if size_bytes == 0:
+        if self._region is None or size_bytes == 0:
             return "zero"
         counts = self._runtime.pump.locate(self._region, offset_bytes, size_bytes)
         places = [name for name, count in zip(_TIERS, counts, strict=True) if count]
@@ -200,10 +234,13 @@ class PagedTensor(torch.Tensor):
 
     # Attributes that PyTorch keeps in C++.
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> torch.Tensor:
-        """The same bytes without history. Assigning rebinds to the bytes of another tensor, paged if need be."""
-        return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+        """The same bytes without history.
+
+        Assigning rebinds to the bytes of another tensor, paged if need be.
+        """
+        return _DATA.__get__(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -213,10 +250,13 @@ class PagedTensor(torch.Tensor):
             value = PagedTensor._page(self._runtime, check_wrappable(value))
         self._rebind(value)
 
-    @property  # type: ignore[override]
+    @property
     def requires_grad(self) -> bool:
-        """Whether autograd follows this tensor. A paged leaf that requires a gradient gets a paged one."""
-        return torch._C.TensorBase.requires_grad.__get__(self)  # type: ignore[attr-defined]
+        """Whether autograd follows this tensor.
+
+        A paged leaf that requires a gradient gets a paged one.
+        """
+        return _REQUIRES_GRAD.__get__(self)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -224,13 +264,13 @@ class PagedTensor(torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> PagedTensor:
         """Change whether autograd follows this tensor, in place."""
-        torch._C.TensorBase.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
+        _REQUIRES_GRAD.__set__(self, requires_grad)
         gradients.keep_paged(self)
         return self
 
     # Text. Nothing here touches the bytes.
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         try:
             place = self.tier
         except PagerClosed:
@@ -269,17 +309,24 @@ class PagedTensor(torch.Tensor):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray:
         if copy is False:
-            raise ValueError("a paged tensor becomes a NumPy array by a copy only; use np.asarray(t) without copy=False")
-        if torch._C.TensorBase.requires_grad.__get__(self):  # type: ignore[attr-defined]
-            raise RuntimeError("a tensor that requires a gradient does not become a NumPy array; use t.detach()")
+            raise ValueError(
+                "a paged tensor becomes a NumPy array by a copy only; use np.asarray(t) without "
+                "copy=False"
+            )
+        if _REQUIRES_GRAD.__get__(self):
+            raise RuntimeError(
+                "a tensor that requires a gradient does not become a NumPy array; use t.detach()"
+            )
         array = copying.load(PagedTensor, self).resolve_conj().resolve_neg().cpu().numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
     # What would hand out an address. The bytes move, so an address would be wrong sooner or later.
 
     def _refuse(self, what: str) -> NoReturn:
-        raise UnsupportedOperator(f"{what} of a paged tensor: its bytes move between tiers, so there is no address to "
-                                  "give; use `with t.resident() as dense:` and take it from the plain tensor inside")
+        raise UnsupportedOperator(
+            f"{what} of a paged tensor: its bytes move between tiers, so there is no address to "
+            "give; use `with t.resident() as dense:` and take it from the plain tensor inside"
+        )
 
     def data_ptr(self) -> int:
         """Refuse by name: there is no fixed address."""
@@ -297,11 +344,16 @@ class PagedTensor(torch.Tensor):
         self._refuse("storage()")
 
     def numpy(self, *, force: bool = False) -> numpy.ndarray:
-        """Refuse by name unless `force`: NumPy would share memory that moves. `force` gives a copy."""
+        """Refuse by name unless `force`:
+
+        NumPy would share memory that moves. `force` gives a copy.
+        """
         if force:
             return self.detach().__array__()
-        raise UnsupportedOperator("numpy() of a paged tensor: the array would share memory that moves between tiers; "
-                                  "use numpy(force=True) or np.asarray(t) for a copy, or resident()")
+        raise UnsupportedOperator(
+            "numpy() of a paged tensor: the array would share memory that moves between tiers; "
+            "use numpy(force=True) or np.asarray(t) for a copy, or resident()"
+        )
 
     def __dlpack__(self, *arguments: Any, **options: Any) -> NoReturn:
         self._refuse("__dlpack__()")
@@ -314,8 +366,10 @@ class PagedTensor(torch.Tensor):
 
     def share_memory_(self) -> NoReturn:
         """Refuse by name: pages belong to this process."""
-        raise UnsupportedOperator("share_memory_() of a paged tensor: pages belong to one process; send the tensor "
-                                  "itself, it arrives as a plain one")
+        raise UnsupportedOperator(
+            "share_memory_() of a paged tensor: pages belong to one process; send the tensor "
+            "itself, it arrives as a plain one"
+        )
 
     def is_shared(self) -> bool:
         """Return False: pages belong to this process."""
@@ -327,23 +381,28 @@ class PagedTensor(torch.Tensor):
 
 
 def check_wrappable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or raise `UnsupportedTensor` with the reason why its like cannot be paged."""
+    """Return `tensor`, or raise `UnsupportedTensor` with the reason why it cannot be paged."""
     kind = type(tensor)
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedTensor(f"{kind.__name__} has no shape yet; run the module once before")
     reason = ""
     if tensor.is_nested:
         raise UnsupportedTensor("nested tensors cannot be paged; page their parts")
     if tensor.layout is not torch.strided:
-        reason = f"the layout {str(tensor.layout).removeprefix('torch.')} cannot be paged; use `.to_dense()`"
+        layout = str(tensor.layout).removeprefix("torch.")
+        reason = f"the layout {layout} cannot be paged; use `.to_dense()`"
     elif tensor.is_quantized:
         reason = "quantized tensors cannot be paged; use `.int_repr()` or `.dequantize()`"
     elif tensor.is_meta:
         reason = "a meta tensor has no bytes; use `pager.empty(t.shape, dtype=t.dtype)`"
-    elif kind not in (torch.Tensor, torch.nn.Parameter, PagedTensor) and _has_bytes_of_its_own(kind):
+    elif kind not in (torch.Tensor, torch.nn.Parameter, PagedTensor) and _has_bytes_of_its_own(
+        kind
+    ):
         reason = f"{kind.__name__} is a tensor subclass with bytes of its own"
     if reason:
-        raise UnsupportedTensor(f"tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}: {reason}")
+        raise UnsupportedTensor(
+            f"tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}: {reason}"
+        )
     return tensor
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -32,8 +32,11 @@ def deepcopy(cls: type[PagedTensor], tensor: PagedTensor, memo: dict[int, Any]) 
     if id(tensor) in memo:
         return memo[id(tensor)]
     if not tensor.is_leaf:
-        raise RuntimeError("deepcopy of a paged tensor that is the result of a differentiable operation: only leaves can "
-                           "be copied with their place in the graph; use .detach() first")
+        raise RuntimeError(
+            "deepcopy of a paged tensor that is the result of a differentiable operation: only "
+            "leaves can "
+            "be copied with their place in the graph; use .detach() first"
+        )
     with torch.no_grad():
         if tensor._region is None:
             result = cls._reserve(tensor._runtime, tensor.size(), tensor.stride(), tensor.dtype)
@@ -42,13 +45,15 @@ def deepcopy(cls: type[PagedTensor], tensor: PagedTensor, memo: dict[int, Any]) 
             if whole is None:
                 whole = _copy_region(cls, tensor)
                 memo[id(tensor._region)] = whole
-            result = cls._view(whole, tensor, tensor.storage_offset())
+            result = cls._view(whole, tensor, int(tensor.storage_offset()))
     if getattr(tensor, "_is_param", False):
-        result._is_param = True  # type: ignore[attr-defined]
+        result._is_param = True
     memo[id(tensor)] = result
     result.requires_grad_(tensor.requires_grad)
     if tensor.grad is not None and not getattr(tensor, "_is_param", False):
-        result.grad = copy.deepcopy(tensor.grad, memo)  # as for a plain tensor; a plain Parameter drops it
+        result.grad = copy.deepcopy(
+            tensor.grad, memo
+        )  # as for a plain tensor; a plain Parameter drops it
     for name, value in user_attributes(tensor).items():
         setattr(result, name, copy.deepcopy(value, memo))
     return result
@@ -69,22 +74,25 @@ def shallow_copy(tensor: PagedTensor) -> torch.Tensor:
     with torch.no_grad():
         result = tensor.detach()
     if getattr(tensor, "_is_param", False):
-        result._is_param = True  # type: ignore[attr-defined]
+        result._is_param = True
     result.__dict__.update(user_attributes(tensor))
     result.requires_grad_(tensor.requires_grad)
     return result
 
 
 def reduce(cls: type[PagedTensor], tensor: PagedTensor, protocol: Any) -> Any:
-    """Return how to make the plain tensor that stands for `tensor` in a file or in another process."""
+    """Return how to make the plain tensor that stands for `tensor` outside of this process."""
     try:
         return plain_object(cls, tensor).__reduce_ex__(protocol)
     except PagertError as error:
         if threading.current_thread().name != "QueueFeederThread":
             raise
-        # What is raised in the thread that feeds a queue is printed and forgotten, and the receiver waits
-        # forever. So the refusal itself is sent: it is raised where the tensor was expected.
-        return _refuse, (type(error), f"a paged tensor of {describe(tensor)} was sent through a queue: {error}")
+        # What is raised in the thread that feeds a queue is printed and forgotten, and the receiver
+        # waits forever. So the refusal itself is sent: it is raised where the tensor was expected.
+        return _refuse, (
+            type(error),
+            f"a paged tensor of {describe(tensor)} was sent through a queue: {error}",
+        )
 
 
 def _refuse(kind: type[PagertError], message: str) -> None:
@@ -92,8 +100,8 @@ def _refuse(kind: type[PagertError], message: str) -> None:
 
 
 def plain_object(cls: type[PagedTensor], tensor: PagedTensor) -> torch.Tensor:
-    """Return the plain tensor or Parameter that stands for `tensor` in a file or in another process."""
-    plain = copying.load(cls, tensor.detach())  # type: ignore[arg-type]
+    """Return the plain tensor or Parameter that stands for `tensor` outside of this process."""
+    plain = copying.load(cls, cast("PagedTensor", tensor.detach()))
     if getattr(tensor, "_is_param", False):
         plain = torch.nn.Parameter(plain, requires_grad=tensor.requires_grad)
     else:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the schema of an operator says about its operands, analysed once and kept.
 
-A plan holds everything that the hot path needs to know about an operator, so that a call looks at its
-operands only. It knows no tensor class and no pump.
+A plan holds everything that the hot path needs to know about an operator, so that a call looks at
+its operands only. It knows no tensor class and no pump.
 """
 
 from __future__ import annotations
@@ -37,9 +37,19 @@ class Plan:
     """What is known of one operator. Immutable once `route` is set by the dispatch."""
 
     __slots__ = (
-        "argument_names", "gradients", "kind", "list_names", "name", "op", "outs", "overwrites", "reason", "route",
-        "whole", "written",
-    )  # fmt: skip
+        "argument_names",
+        "gradients",
+        "kind",
+        "list_names",
+        "name",
+        "op",
+        "outs",
+        "overwrites",
+        "reason",
+        "route",
+        "whole",
+        "written",
+    )
 
     op: torch._ops.OpOverload
     name: str
@@ -50,23 +60,27 @@ class Plan:
     outs: tuple[str, ...]  # keyword-only arguments that are written and returned: out=
     overwrites: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None
     list_names: tuple[str, ...]  # arguments that hold one element for each index of a list operator
-    whole: bool  # the operator looks at the whole storage of its first operand, not only at its elements
+    whole: bool  # it looks at the whole storage of its first operand, not only at its elements
     reason: str  # why the operator is refused, and the remedy
     route: Callable[..., Any]
 
 
 # Operators that return an alias of their operand without saying so in their schema.
-_SILENT_VIEWS = frozenset({"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"})
+_SILENT_VIEWS = frozenset(
+    {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
+)
 
 _ZEROS = frozenset({"zeros_like", "empty_like", "new_zeros", "new_empty", "new_empty_strided"})
-_FILLED = frozenset({"ones_like", "full_like", "new_ones", "new_full", "rand_like", "randn_like",
-                     "randint_like"})
+_FILLED = frozenset(
+    {"ones_like", "full_like", "new_ones", "new_full", "rand_like", "randn_like", "randint_like"}
+)
 _COPIES = frozenset({"clone", "_to_copy"})
 _LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
 
 # Operators that clone the whole storage of their operand, or count an offset from its start.
-_WHOLE_STORAGE = frozenset({"as_strided_copy", "as_strided_scatter", "slice_scatter", "select_scatter",
-                            "diagonal_scatter"})
+_WHOLE_STORAGE = frozenset(
+    {"as_strided_copy", "as_strided_scatter", "slice_scatter", "select_scatter", "diagonal_scatter"}
+)
 
 # Statistics that normalisation updates in place, in some schemas without saying so.
 _SILENTLY_WRITTEN = frozenset({"running_mean", "running_var"})
@@ -74,7 +88,7 @@ _SILENTLY_WRITTEN = frozenset({"running_mean", "running_var"})
 _USE_RESIDENT = "use `with t.resident() as dense:` and give it the plain tensor"
 _REFUSED = {
     "set_": "a paged tensor's storage is its pages; assign `t.data = other` instead",
-    "record_stream": "the pager itself orders the reuse of device memory behind the streams that use it",
+    "record_stream": "the pager orders the reuse of device memory behind the streams by itself",
     "_pin_memory": f"its memory belongs to the pager; {_USE_RESIDENT}",
     "_resize_output_": "the storage of a paged tensor has a fixed size",
     "_nested_view_from_buffer": "nested tensors cannot be paged",
@@ -84,14 +98,18 @@ _REFUSED = {
     "_cudnn_rnn_flatten_weight": "it moves parameters into one buffer of its own",
 }
 
-# Random numbers that fill their tensor. Their arguments are tried on a tensor without elements first,
-# because an argument that is refused after its pages were given up would lose the old values.
-_RANDOM = frozenset({"normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_",
-                     "random_"})
+# Random numbers that fill their tensor. Their arguments are tried on a tensor without elements
+# first, because an argument that is refused after its pages were given up would lose the old
+# values.
+_RANDOM = frozenset(
+    {"normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"}
+)
 _FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
-def _fill_overwrites(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], Mapping[str, Any]], bool]:
+def _fill_overwrites(
+    op: torch._ops.OpOverload,
+) -> Callable[[Sequence[Any], Mapping[str, Any]], bool]:
     def overwrites(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
         value = arguments[1] if len(arguments) > 1 else options.get("value")
         if isinstance(value, torch.Tensor):
@@ -103,7 +121,9 @@ def _fill_overwrites(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], Mapp
     return overwrites
 
 
-def _random_overwrites(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], Mapping[str, Any]], bool]:
+def _random_overwrites(
+    op: torch._ops.OpOverload,
+) -> Callable[[Sequence[Any], Mapping[str, Any]], bool]:
     def overwrites(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
         if arguments[0].dtype not in _FLOATS or options.get("generator") is not None:
             return False
@@ -119,8 +139,10 @@ def _always(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
 
 def _list_copy_overwrites(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
     targets, sources = arguments[0], arguments[1]
-    return all(target.shape == source.shape and source.layout is torch.strided
-               for target, source in zip(targets, sources, strict=False))
+    return all(
+        target.shape == source.shape and source.layout is torch.strided
+        for target, source in zip(targets, sources, strict=False)
+    )
 
 
 def _overwrites(op: torch._ops.OpOverload, base: str) -> Callable[..., bool] | None:
@@ -138,12 +160,17 @@ def _overwrites(op: torch._ops.OpOverload, base: str) -> Callable[..., bool] | N
 def _is_list(argument: Any) -> bool:
     kind = str(argument.type)
     # `scalars` as one tensor holds one value for each index as well.
-    return kind in ("List[Tensor]", "List[Optional[Tensor]]", "List[number]") or argument.name == "scalars"
+    return (
+        kind in ("List[Tensor]", "List[Optional[Tensor]]", "List[number]")
+        or argument.name == "scalars"
+    )
 
 
 def _kind(op: torch._ops.OpOverload, base: str, outs: tuple[str, ...]) -> Kind:
     aten = op.namespace == "aten"
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), "CompositeImplicitAutograd"
+    )
     if aten and base in _REFUSED:
         return Kind.REFUSED
     if outs:
@@ -188,8 +215,11 @@ def analyse(op: torch._ops.OpOverload) -> Plan:
         ):
             written.update((position, argument.name))
     plan.written = frozenset(written)
-    plan.outs = tuple(argument.name for argument in schema.arguments
-                      if argument.kwarg_only and argument.name in written)
+    plan.outs = tuple(
+        argument.name
+        for argument in schema.arguments
+        if argument.kwarg_only and argument.name in written
+    )
     plan.gradients = None
     if base.startswith("_fused_") and "grads" in plan.argument_names:
         plan.gradients = plan.argument_names.index("grads")
@@ -197,7 +227,9 @@ def analyse(op: torch._ops.OpOverload) -> Plan:
     plan.overwrites = _overwrites(op, base) if op.namespace == "aten" else None
     plan.list_names = ()
     if plan.kind is Kind.LIST:
-        plan.list_names = tuple(argument.name for argument in schema.arguments if _is_list(argument))
+        plan.list_names = tuple(
+            argument.name for argument in schema.arguments if _is_list(argument)
+        )
     plan.whole = op.namespace == "aten" and base in _WHOLE_STORAGE
     plan.reason = _REFUSED.get(base, "")
     return plan

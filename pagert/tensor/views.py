@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["run_composite", "run_reshape", "run_resize", "run_view"]
 
 
-def run_view(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def run_view(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Return paged views of the region of the first argument."""
     base = arguments[0]
     if type(base) is not cls:  # the view is of a plain tensor, and a paged one lends only its shape
@@ -43,14 +45,18 @@ def _paged(cls: type[PagedTensor], base: PagedTensor, geometry: Any) -> Any:
     return type(geometry)([_paged(cls, base, item) for item in geometry])
 
 
-def run_reshape(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def run_reshape(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Change the geometry of the first argument itself: `t_`, `squeeze_`, `as_strided_`, ..."""
     with torch._C._DisableTorchDispatch():
         plan.op(*arguments, **options)
     return arguments[0]
 
 
-def run_resize(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def run_resize(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Resize within the bytes that the region has; an empty tensor gets a region of its own."""
     tensor, template = arguments[0], arguments[1]
     size = tuple(template.shape) if isinstance(template, torch.Tensor) else tuple(template)
@@ -70,10 +76,14 @@ def run_resize(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], opt
     if byte_range(tensor)[1] == 0 and tensor._region is None:
         tensor._rebind(cls._reserve(tensor._runtime, size, stride, tensor.dtype))
         return tensor
-    raise UnsupportedOperator(f"{plan.name}: a paged tensor of {describe(tensor)} cannot grow to {size}, its region "
-                              "has a fixed size; make a new tensor and copy into it")
+    raise UnsupportedOperator(
+        f"{plan.name}: a paged tensor of {describe(tensor)} cannot grow to {size}, its region "
+        "has a fixed size; make a new tensor and copy into it"
+    )
 
 
-def run_composite(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def run_composite(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Run the operators that this one consists of; each comes back to the dispatch by itself."""
     return plan.op.decompose(*arguments, **options)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters and buffers become paged in place, and plain again.
 
-In place means: every Parameter stays the same Python object, so that optimizers, ties, weak references and
-hooks that know it keep working. Only what the object is made of is exchanged.
+In place means: every Parameter stays the same Python object, so that optimizers, ties, weak
+references and hooks that know it keep working. Only what the object is made of is exchanged.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -23,6 +23,8 @@ from pagert.tensor.persistence import user_attributes
 
 if TYPE_CHECKING:
     from pagert.runtime import Runtime
+
+_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 __all__ = ["page_module", "unpage_module"]
 
@@ -51,13 +53,19 @@ def page_module(runtime: Runtime, module: torch.nn.Module, min_bytes: int) -> in
     PagertError
         A parameter is part of a graph that is still alive; what was paged before it stays paged.
     """
-    named = {id(tensor): (name, tensor) for name, tensor in reversed(list(_tensors(module))) if not tensor.is_meta}
+    named = {
+        id(tensor): (name, tensor)
+        for name, tensor in reversed(list(_tensors(module)))
+        if not tensor.is_meta
+    }
     for name, tensor in reversed(named.values()):
         _check(runtime, name, tensor)
         if type(tensor) is not PagedTensor:
             _check_unused(name, tensor)
     plain_bytes = 0
-    for group in _shared_bytes([entry for entry in named.values() if type(entry[1]) is not PagedTensor]):
+    for group in _shared_bytes(
+        [entry for entry in named.values() if type(entry[1]) is not PagedTensor]
+    ):
         start = min(byte_range(tensor)[0] for _, tensor in group)
         size_bytes = max(sum(byte_range(tensor)) for _, tensor in group) - start
         if size_bytes < min_bytes:
@@ -76,23 +84,28 @@ def page_module(runtime: Runtime, module: torch.nn.Module, min_bytes: int) -> in
 
 
 def unpage_module(runtime: Runtime, module: torch.nn.Module) -> None:
-    """Give parameters and buffers of `module` that `runtime` pages memory of their own again, one at a time."""
-    loaded: dict[int, torch.Tensor] = {}  # by region: ties through one storage stay
+    """Give what `runtime` pages of `module` memory of its own again, one tensor at a time."""
+    loaded: dict[int, tuple[object, torch.Tensor]] = {}  # by region: ties through one storage stay
     named = {id(tensor): (name, tensor) for name, tensor in reversed(list(_tensors(module)))}
-    for name, tensor in reversed(named.values()):
-        if type(tensor) is PagedTensor and tensor._runtime is runtime:
-            _check_unused(name, tensor)
-            region = id(tensor._region)
-            keep = tensor._region  # noqa: F841  the id stays unique while the loop may meet the region again
-            if tensor._region is None:
-                plain = load(PagedTensor, tensor.detach())  # type: ignore[arg-type]
-            else:
-                if region not in loaded:
-                    loaded[region] = _load_region(tensor)
-                plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                plain.set_(loaded[region].untyped_storage(), tensor.storage_offset(),  # type: ignore[call-overload]
-                           tensor.size(), tensor.stride())
-            _become(name, tensor, plain)
+    paged = [
+        (name, tensor)
+        for name, tensor in reversed(named.values())
+        if type(tensor) is PagedTensor and tensor._runtime is runtime
+    ]
+    for name, tensor in paged:
+        _check_unused(name, tensor)
+    for name, tensor in paged:
+        if tensor._region is None:
+            plain = load(PagedTensor, _detached(tensor))
+        else:
+            # The entry holds the region, so that its id stays its own while the loop runs.
+            key = id(tensor._region)
+            _, source = loaded.setdefault(key, (tensor._region, _load_region(tensor)))
+            plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            plain.set_(
+                source.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
+        _become(name, tensor, plain)
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -103,7 +116,10 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _check(runtime: Runtime, name: str, tensor: torch.Tensor) -> None:
     if type(tensor) is PagedTensor:
         if tensor._runtime is not runtime:
-            raise ForeignTensor(f"{name} {describe(tensor)} belongs to another pager; call its unpage_(module) first")
+            raise ForeignTensor(
+                f"{name} {describe(tensor)} belongs to another pager; call its unpage_(module) "
+                "first"
+            )
         return
     try:
         check_wrappable(tensor)
@@ -112,24 +128,40 @@ def _check(runtime: Runtime, name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_unused(name: str, tensor: torch.Tensor) -> None:
-    """Raise where C++ holds on to what the object is made of: exchanging it would leave that behind."""
-    if tensor._use_count() > 1 and _gradient_node(tensor) is None:  # type: ignore[attr-defined]
+    """Raise where C++ holds on to what the object is made of:
+
+    exchanging it would leave that behind.
+    """
+    if _use_count(tensor) > 1 and _gradient_node(tensor) is None:
         raise PagertError(
-            f"{name} {describe(tensor)} is used by a graph or a view that is still alive: page a module before its "
+            f"{name} {describe(tensor)} is used by a graph or a view that is still alive: page a "
+            "module before its "
             "forward pass, or after backward when the loss and the views are gone"
         )
 
 
+def _use_count(tensor: torch.Tensor) -> int:
+    count: Any = tensor
+    return count._use_count()
+
+
+def _detached(tensor: PagedTensor) -> PagedTensor:
+    return cast(PagedTensor, tensor.detach())
+
+
 def _gradient_node(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
-    """Return the node that receives the gradient of a leaf, if that is all that holds on to the leaf."""
-    if not (tensor.is_leaf and tensor.requires_grad) or tensor._use_count() != 2:  # type: ignore[attr-defined]
+    """Return the node that receives a leaf's gradient, if that is all that holds on to the leaf."""
+    if not (tensor.is_leaf and tensor.requires_grad and _use_count(tensor) == 2):
         return None
     node = torch.autograd.graph.get_gradient_edge(tensor).node
-    return node if tensor._use_count() == 2 else None  # type: ignore[attr-defined]
+    return node if _use_count(tensor) == 2 else None
 
 
 def _refuse_gradient(name: str, gradients: tuple[torch.Tensor, ...]) -> None:
-    raise PagertError(f"backward reached {name} through a graph from before it was paged or unpaged; run forward again")
+    raise PagertError(
+        f"backward reached {name} through a graph from before it was paged or unpaged; run "
+        "forward again"
+    )
 
 
 def _shared_bytes(named: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
@@ -151,15 +183,26 @@ def _shared_bytes(named: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str,
     return groups
 
 
-def _page_tied(runtime: Runtime, group: list[tuple[str, torch.Tensor]], start: int, size_bytes: int) -> None:
+def _page_tied(
+    runtime: Runtime, group: list[tuple[str, torch.Tensor]], start: int, size_bytes: int
+) -> None:
     """Page tensors that overlap in one storage into one region, each with its own geometry."""
     source = torch.empty(0, dtype=torch.uint8, device=group[0][1].device)
-    source.set_(group[0][1].untyped_storage(), start, (size_bytes,), (1,))  # type: ignore[call-overload]
+    source.set_(group[0][1].untyped_storage(), start, (size_bytes,), (1,))
     whole = PagedTensor._page(runtime, source)
     for name, tensor in group:
         if start % tensor.itemsize:
-            raise PagertError(f"{name} {describe(tensor)} starts inside an element of a tensor it shares bytes with")
-        _become(name, tensor, PagedTensor._view(whole, tensor, tensor.storage_offset() - start // tensor.itemsize))
+            raise PagertError(
+                f"{name} {describe(tensor)} starts inside an element of a tensor it shares bytes "
+                "with"
+            )
+        _become(
+            name,
+            tensor,
+            PagedTensor._view(
+                whole, tensor, int(tensor.storage_offset()) - start // tensor.itemsize
+            ),
+        )
 
 
 def _load_region(tensor: PagedTensor) -> torch.Tensor:
@@ -179,22 +222,23 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
 def _become(name: str, tensor: torch.Tensor, replacement: torch.Tensor) -> None:
     """Give the object `tensor` the class, the implementation and the bytes of `replacement`.
 
-    Everything else that the object has stays: its gradient (which goes the same way), its hooks, attributes
-    and weak references.
+    Everything else that the object has stays: its gradient (which goes the same way), its hooks,
+    attributes and weak references.
     """
     node = _gradient_node(tensor)
     if node is not None:
         # A graph that nobody will run backward any more, most likely; if somebody does, it says so.
         node.register_prehook(functools.partial(_refuse_gradient, name))
     gradient = tensor.grad
-    hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    hooks = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
     attributes = user_attributes(tensor)
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     if type(replacement) is PagedTensor and is_parameter:
-        replacement._is_param = True  # type: ignore[attr-defined]
+        replacement._is_param = True
     elif is_parameter:
         replacement = torch.nn.Parameter(replacement, requires_grad=False)
-    torch._C.TensorBase.requires_grad.__set__(replacement, tensor.requires_grad)  # type: ignore[attr-defined]
+    # Not by the property: the hook for gradients comes with those of the tensor.
+    _REQUIRES_GRAD.__set__(replacement, tensor.requires_grad)
     if gradient is not None and gradient.layout is torch.strided:
         _follow_gradient(name, gradient, replacement)
         replacement.grad = gradient
@@ -204,17 +248,17 @@ def _become(name: str, tensor: torch.Tensor, replacement: torch.Tensor) -> None:
     tensor.__dict__, replacement.__dict__ = replacement.__dict__, tensor.__dict__
     # Hooks are known to the object and to the implementation: tell the new one.
     if hooks[0] is not None:
-        tensor._backward_hooks = hooks[0]  # type: ignore[attr-defined]
+        tensor._backward_hooks = hooks[0]
     if hooks[1] is not None:
-        tensor._post_accumulate_grad_hooks = hooks[1]  # type: ignore[attr-defined]
+        tensor._post_accumulate_grad_hooks = hooks[1]
 
 
 def _follow_gradient(name: str, gradient: torch.Tensor, replacement: torch.Tensor) -> None:
-    """Page or unpage an existing gradient with its parameter; the gradient object stays the same."""
+    """Page or unpage an existing gradient with its parameter. The object stays the same."""
     if type(replacement) is PagedTensor and type(gradient) is torch.Tensor:
         _become(f"{name}.grad", gradient, PagedTensor._page(replacement._runtime, gradient))
     elif type(replacement) is not PagedTensor and type(gradient) is PagedTensor:
-        _become(f"{name}.grad", gradient, load(PagedTensor, gradient.detach()))  # type: ignore[arg-type]
+        _become(f"{name}.grad", gradient, load(PagedTensor, _detached(gradient)))
 
 
 def report(plain_bytes: int, min_bytes: int) -> str:

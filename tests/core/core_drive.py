@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from core_model import pages_of
-from core_placement import placeable
 from core_world import World
 
 from pagert._core import pager as c
@@ -13,7 +12,7 @@ from pagert._core import pager as c
 def settle(world: World) -> None:
     """Carry out everything, successfully, until nothing is left to do. Failed pins are let go of.
 
-    What still waits then must have a reason: nobody would ever wake it.
+    No pin may wait then: nobody would ever wake it.
     """
     budget = 100 * (world.shape.page_count + sum(world.shape.frames))
     while True:
@@ -26,8 +25,9 @@ def settle(world: World) -> None:
             world.finish(world.flights[0])
             progress = True
         for pin in world.pending:
+            was_idle = world.core.is_idle
             world.poll(pin)
-            progress |= pin.granted
+            progress |= pin.granted or not world.core.is_idle or not was_idle
         for pin in list(world.pins):
             if pin.failed:
                 world.unpin(pin)
@@ -35,16 +35,10 @@ def settle(world: World) -> None:
         if not progress:
             break
     world.verify()
-    if waiting := world.pending:
-        held = world.held_frames()
-        blocked = [
-            pin
-            for pin in waiting
-            if not placeable(world.shape.device, held, pin.ranges) or (held and len(pin.ranges) > 1)
-        ]
-        world.claim(blocked, [pin.name for pin in waiting], "could go on, but nothing moves")
-    else:
-        check_rest(world)
+    waiting = [pin.name for pin in world.pending]
+    world.claim(not waiting, waiting, "could go on or fail, but nothing moves")
+    world.claim(world.core.is_idle, "the core is not idle, with nothing left to do")
+    check_rest(world)
 
 
 def check_rest(world: World) -> None:

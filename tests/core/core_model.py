@@ -157,7 +157,6 @@ class Pin:
         self.accesses = list(accesses)
         self.granted = False
         self.failed = False
-        self.counted = True  # started since the counters were last reset
         self.frames: dict[int, int] = {}
         self.uses: dict[int, Use] = {}
         for access in accesses:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies, files, other processes, and rebinding: what leaves pages leaves right, and dtype changes are real."""
+"""Copies, files, other processes, and rebinding:
+
+what leaves pages leaves right, and dtype changes are real.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,12 @@ def test_deepcopy_is_independent_and_keeps_what_a_parameter_is(pager):
 
 def test_deepcopy_keeps_ties_through_one_storage_and_through_one_object(pager):
     base = pager.tensor(torch.arange(24.0))
-    pair = {"base": base, "view": base.view(4, 6)[1:3], "again": base, "transposed": base.view(4, 6).t()}
+    pair = {
+        "base": base,
+        "view": base.view(4, 6)[1:3],
+        "again": base,
+        "transposed": base.view(4, 6).t(),
+    }
     twin = copy.deepcopy(pair)
     assert twin["again"] is twin["base"] and twin["view"]._region is twin["base"]._region
     assert twin["transposed"].stride() == (1, 6) and twin["view"].storage_offset() == 6
@@ -68,7 +76,9 @@ def test_deepcopy_of_nothing_of_zeros_and_of_gradients(pager):
 
 def test_deepcopied_module_trains_apart_from_its_original(pager):
     torch.manual_seed(0)
-    model = pager.page_(torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.BatchNorm1d(30)), min_bytes=0)
+    model = pager.page_(
+        torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.BatchNorm1d(30)), min_bytes=0
+    )
     teacher = copy.deepcopy(model)
     assert all(type(p) is PagedTensor for p in (*teacher.parameters(), *teacher.buffers()))
     before = [torch.clone(p.detach() + 0) for p in teacher.parameters()]
@@ -98,9 +108,17 @@ def test_copy_shares_the_bytes(pager):
 def test_saved_tensors_are_plain_and_load_with_weights_only(pager):
     plain = torch.randn(6, 7).to(torch.bfloat16)
     paged = pager.tensor(plain)
-    for value, expected in ((paged, plain), (paged.t(), plain.t()), (paged[2:, ::2], plain[2:, ::2])):
+    for value, expected in (
+        (paged, plain),
+        (paged.t(), plain.t()),
+        (paged[2:, ::2], plain[2:, ::2]),
+    ):
         loaded = saved(value)
-        assert type(loaded) is torch.Tensor and loaded.dtype == torch.bfloat16 and torch.equal(loaded, expected)
+        assert (
+            type(loaded) is torch.Tensor
+            and loaded.dtype == torch.bfloat16
+            and torch.equal(loaded, expected)
+        )
     assert saved(pager.zeros(0, 3)).shape == (0, 3)
     assert saved(pager.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 0]
 
@@ -121,12 +139,18 @@ def test_saved_parameter_is_a_plain_parameter_and_ties_stay(pager):
 
 
 def test_state_dict_travels_between_paged_and_plain_modules(pager):
-    make = lambda: torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.BatchNorm1d(20))  # noqa: E731
+
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.BatchNorm1d(20))
+
     plain, paged = make(), pager.page_(make(), min_bytes=0)
     weight = paged[0].weight
     paged.load_state_dict(plain.state_dict())
     assert paged[0].weight is weight and type(weight) is PagedTensor
-    assert all(torch.equal(a, b) for a, b in zip(paged.state_dict().values(), plain.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(paged.state_dict().values(), plain.state_dict().values(), strict=True)
+    )
     with torch.no_grad():
         weight.add_(1)
     loaded = saved(paged.state_dict())
@@ -146,7 +170,11 @@ def test_pickle_and_processes_get_a_plain_tensor(pager):
     queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
     queue.put(paged)
     received = queue.get()
-    assert type(received) is torch.Tensor and received.dtype == torch.int64 and torch.equal(received, plain)
+    assert (
+        type(received) is torch.Tensor
+        and received.dtype == torch.int64
+        and torch.equal(received, plain)
+    )
 
 
 class Items(torch.utils.data.Dataset):
@@ -163,8 +191,14 @@ class Items(torch.utils.data.Dataset):
 def test_data_loader_of_paged_items_gives_plain_batches_of_the_same_dtype(pager):
     for dtype in (torch.int64, torch.bfloat16):
         plain = [torch.arange(3).to(dtype) + k for k in range(4)]
-        for batch, start in zip(torch.utils.data.DataLoader(Items([pager.tensor(t) for t in plain]), batch_size=2), (0, 2), strict=True):
-            assert batch.dtype == dtype and torch.equal(batch, torch.stack(plain[start : start + 2]))
+        for batch, start in zip(
+            torch.utils.data.DataLoader(Items([pager.tensor(t) for t in plain]), batch_size=2),
+            (0, 2),
+            strict=True,
+        ):
+            assert batch.dtype == dtype and torch.equal(
+                batch, torch.stack(plain[start : start + 2])
+            )
 
 
 def test_paged_items_in_a_worker_process_arrive_right_or_are_refused_by_name(pager):
@@ -173,12 +207,15 @@ def test_paged_items_in_a_worker_process_arrive_right_or_are_refused_by_name(pag
     with pytest.raises(UnsupportedOperator, match=r"resident\(\)"):
         list(torch.utils.data.DataLoader(items, batch_size=2, num_workers=1))
     loader = torch.utils.data.DataLoader(items, batch_size=None, num_workers=1, timeout=60)
-    try:
+    if hasattr(pager.pump, "recorded"):  # the fake runtime's pages are in the worker too
         received = list(loader)
-    except PagerClosed as error:  # the pages stay with the parent process
-        assert "sent through a queue" in str(error)
+        assert all(
+            type(a) is torch.Tensor and torch.equal(a, b)
+            for a, b in zip(received, plain, strict=True)
+        )
     else:
-        assert all(type(a) is torch.Tensor and torch.equal(a, b) for a, b in zip(received, plain, strict=True))
+        with pytest.raises(PagerClosed, match="sent through a queue"):
+            list(loader)
 
 
 def test_numpy_gets_a_copy(pager):
@@ -277,7 +314,10 @@ CONVERSIONS = {
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_converted_module_has_converted_bytes_and_the_same_parameters(pager, name):
     torch.manual_seed(0)
-    make = lambda: torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.BatchNorm1d(30))  # noqa: E731
+
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.BatchNorm1d(30))
+
     plain = make()
     paged = copy.deepcopy(plain)
     optimizer = torch.optim.SGD(paged.parameters(), lr=0.5)
@@ -292,19 +332,28 @@ def test_converted_module_has_converted_bytes_and_the_same_parameters(pager, nam
         assert type(one.grad) is PagedTensor and torch.equal(one.grad, other.grad)
         assert one.grad.dtype == one.dtype
         one.grad = other.grad = None
-    for one, other in zip((*paged.parameters(), *paged.buffers()), (*plain.parameters(), *plain.buffers()), strict=True):
+    for one, other in zip(
+        (*paged.parameters(), *paged.buffers()),
+        (*plain.parameters(), *plain.buffers()),
+        strict=True,
+    ):
         assert type(one) is PagedTensor and one.dtype == other.dtype
         one.evict()
         assert torch.equal(one, other)
     assert regions == getattr(pager.pump, "live_regions", None)
-    assert all(a is b and r() is a for a, b, r in zip(paged.parameters(), parameters, references, strict=True))
+    assert all(
+        a is b and r() is a
+        for a, b, r in zip(paged.parameters(), parameters, references, strict=True)
+    )
     assert optimizer.param_groups[0]["params"][0] is paged[0].weight
     x = torch.randn(8, 30).to(plain[0].weight.dtype)
     for model in (paged, plain):
         model(x).square().sum().backward()
     optimizer.step()
     torch.optim.SGD(plain.parameters(), lr=0.5).step()
-    assert all(torch.equal(a, b) for a, b in zip(paged.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(paged.parameters(), plain.parameters(), strict=True)
+    )
 
 
 def test_to_empty_gives_paged_tensors(pager):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random programs of views, in-place operators and rebinding, on paged tensors and on plain ones."""
+"""Random programs of views, in-place operators and rebinding, on paged and on plain tensors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,28 @@ from pagert.tensor import PagedTensor
 
 FRAMES = 24
 PAGE_BYTES = 4096
+
+
+def look(tensor, name, *numbers):
+    """Return a view by name; the tensor itself, detached, where its shape does not allow it."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if name == "t" and tensor.dim() <= 2:
+        return tensor.t()
+    if name == "flatten" and tensor.is_contiguous():
+        return tensor.flatten()
+    if name == "narrow":
+        return tensor.narrow(0, *numbers)
+    if name == "step" and tensor.dim():
+        return tensor[..., :: numbers[0]]
+    if name == "unsqueeze":
+        return tensor.unsqueeze(0) if tensor.dim() < 4 else tensor.squeeze()
+    if name == "expand" and rows:
+        return tensor[:1].expand(3, *tensor.shape[1:])
+    if name == "bytes":
+        return tensor.view(torch.int32).view(torch.float32).view(tensor.dtype)
+    if name == "unfold" and rows > 1 and tensor.dim() < 4:
+        return tensor.unfold(0, 2, 1)
+    return tensor.detach()
 
 
 class Programs(RuleBasedStateMachine):
@@ -39,7 +61,11 @@ class Programs(RuleBasedStateMachine):
         assert paged.storage_offset() == plain.storage_offset() and paged.dtype == plain.dtype
         self.pairs = [*self.pairs, (paged, plain)][-8:]
 
-    @rule(rows=st.integers(0, 70), columns=st.integers(0, 70), dtype=st.sampled_from([torch.float32, torch.int32]))
+    @rule(
+        rows=st.integers(0, 70),
+        columns=st.integers(0, 70),
+        dtype=st.sampled_from([torch.float32, torch.int32]),
+    )
     def make(self, rows, columns, dtype):
         self.step += 1
         torch.manual_seed(self.step)
@@ -51,32 +77,32 @@ class Programs(RuleBasedStateMachine):
         if not self.pairs:
             return
         paged, plain = self.choose(data)
-        choices = ["t", "detach", "flatten", "narrow", "step", "unsqueeze", "expand", "bytes", "unfold"]
+        choices = [
+            "t",
+            "detach",
+            "flatten",
+            "narrow",
+            "step",
+            "unsqueeze",
+            "expand",
+            "bytes",
+            "unfold",
+        ]
         name = data.draw(st.sampled_from(choices))
-        if name == "flatten":
-            call = lambda t: t.flatten() if t.is_contiguous() else t.detach()  # noqa: E731
-        elif name == "narrow":
+        if name == "narrow":
             if plain.dim() == 0 or plain.shape[0] == 0:
                 return
             start = data.draw(st.integers(0, plain.shape[0] - 1))
-            length = data.draw(st.integers(0, plain.shape[0] - start))
-            call = lambda t: t.narrow(0, start, length)  # noqa: E731
-        elif name == "step":
-            stride = data.draw(st.integers(1, 5))
-            call = lambda t: t[..., ::stride] if t.dim() else t.detach()  # noqa: E731
-        elif name == "unsqueeze":
-            call = lambda t: t.unsqueeze(0) if t.dim() < 4 else t.squeeze()  # noqa: E731
-        elif name == "expand":
-            call = lambda t: t[:1].expand(3, *t.shape[1:]) if t.dim() and t.shape[0] else t.detach()  # noqa: E731
-        elif name == "bytes":
-            call = lambda t: t.view(torch.int32).view(torch.float32).view(t.dtype)  # noqa: E731
-        elif name == "unfold":
-            call = lambda t: t.unfold(0, 2, 1) if t.dim() and t.shape[0] > 1 and t.dim() < 4 else t.detach()  # noqa: E731
+            numbers = (start, data.draw(st.integers(0, plain.shape[0] - start)))
         else:
-            call = lambda t: t.t() if name == "t" and t.dim() <= 2 else t.detach()  # noqa: E731
-        self.add(call(paged), call(plain))
+            numbers = (data.draw(st.integers(1, 5)),)
+        self.add(look(paged, name, *numbers), look(plain, name, *numbers))
 
-    @rule(data=st.data(), value=st.integers(-3, 3), name=st.sampled_from(["add_", "mul_", "fill_", "zero_", "clamp_"]))
+    @rule(
+        data=st.data(),
+        value=st.integers(-3, 3),
+        name=st.sampled_from(["add_", "mul_", "fill_", "zero_", "clamp_"]),
+    )
     def write(self, data, value, name):
         if not self.pairs:
             return
@@ -91,7 +117,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def assign(self, data):
-        """Copy between any two, also of one region; overlapping ones through a clone, as PyTorch asks for."""
+        """Copy between any two, through a clone where they are of one region."""
         if not self.pairs:
             return
         (paged, plain), (other, other_plain) = self.choose(data), self.choose(data)
@@ -100,9 +126,9 @@ class Programs(RuleBasedStateMachine):
         if data.draw(st.booleans()):
             other = other_plain  # a plain source
         plain.copy_(other_plain.clone())
-        if type(other) is PagedTensor and other._region is paged._region:
-            other = other.clone()
-        elif type(other) is not PagedTensor:
+        if (type(other) is PagedTensor and other._region is paged._region) or type(
+            other
+        ) is not PagedTensor:
             other = other.clone()
         paged.copy_(other)
 
@@ -111,7 +137,16 @@ class Programs(RuleBasedStateMachine):
         if not self.pairs:
             return
         paged, plain = self.choose(data)
-        call = data.draw(st.sampled_from([torch.clone, torch.zeros_like, torch.ones_like, lambda t: t.to(torch.float32, copy=True)]))
+        call = data.draw(
+            st.sampled_from(
+                [
+                    torch.clone,
+                    torch.zeros_like,
+                    torch.ones_like,
+                    lambda t: t.to(torch.float32, copy=True),
+                ]
+            )
+        )
         one, other = call(paged), call(plain)
         assert one.stride() == other.stride()
         self.add(one, other)
@@ -160,4 +195,3 @@ if pagers.REAL:
 
     def test_random_programs_over_host_memory_equal_plain_pytorch():
         check("host", 60)
-

@@ -164,7 +164,9 @@ def test_view_in_the_graph_gives_the_plain_gradient(pager):
     plain = torch.randn(4, 6, requires_grad=True)
     paged = pager.tensor(plain.detach(), requires_grad=True)
     for leaf in (plain, paged):
-        (leaf.t()[1:3] * leaf[:2].reshape(3, 4)[:2] * leaf.unfold(1, 2, 2).sum(0)[:2, :1]).sum().backward()
+        (
+            leaf.t()[1:3] * leaf[:2].reshape(3, 4)[:2] * leaf.unfold(1, 2, 2).sum(0)[:2, :1]
+        ).sum().backward()
     assert torch.equal(paged.grad, plain.grad)
 
 
@@ -204,7 +206,9 @@ def test_inference_mode_reads_and_converts(pager):
         assert torch.equal(paged.to(torch.bfloat16), plain.to(torch.bfloat16))
         assert torch.equal(paged.reshape(-1, 3), plain.reshape(-1, 3))
         assert torch.equal(paged.transpose(0, 1).contiguous(), plain.transpose(0, 1).contiguous())
-        assert torch.equal(torch.nn.functional.linear(paged, paged[0]), torch.nn.functional.linear(plain, plain[0]))
+        assert torch.equal(
+            torch.nn.functional.linear(paged, paged[0]), torch.nn.functional.linear(plain, plain[0])
+        )
         assert type(paged.view(-1)) is PagedTensor
 
 

@@ -4,4 +4,4 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from pagers import make_pager, pager  # noqa: E402, F401
+from pagers import make_pager, one_thread, pager  # noqa: F401

@@ -92,7 +92,11 @@ def test_clipping_gives_the_norm_and_the_gradients_of_the_plain_run(pair, norm_t
         plain_parameter.grad = torch.full((3,), 2.0)
         norms.append(
             nn.utils.clip_grad_norm_(
-                [*model.parameters(), plain_parameter], 0.1, norm_type, error_if_nonfinite=True, foreach=foreach
+                [*model.parameters(), plain_parameter],
+                0.1,
+                norm_type,
+                error_if_nonfinite=True,
+                foreach=foreach,
             )
         )
     assert torch.equal(*norms) and type(norms[1]) is torch.Tensor
@@ -102,7 +106,9 @@ def test_clipping_gives_the_norm_and_the_gradients_of_the_plain_run(pair, norm_t
     assert_same_gradients(*pair)
     pair[1][0].weight.grad[0, 0] = float("nan")
     with pytest.raises(RuntimeError, match="non-finite"):
-        nn.utils.clip_grad_norm_(pair[1].parameters(), 0.1, error_if_nonfinite=True, foreach=foreach)
+        nn.utils.clip_grad_norm_(
+            pair[1].parameters(), 0.1, error_if_nonfinite=True, foreach=foreach
+        )
 
 
 def test_scaled_gradients_are_unscaled_and_infinities_skip_the_step(pair):
@@ -123,7 +129,9 @@ def test_scaled_gradients_are_unscaled_and_infinities_skip_the_step(pair):
             scaler.update()
         model.scale = scaler.get_scale()
     assert pair[0].scale == pair[1].scale
-    assert all(torch.equal(p, q) for p, q in zip(pair[1].parameters(), pair[0].parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(pair[1].parameters(), pair[0].parameters(), strict=True)
+    )
 
 
 def test_gradients_of_gradients_are_those_of_the_plain_run(pair):
@@ -142,7 +150,9 @@ def test_gradients_of_gradients_are_those_of_the_plain_run(pair):
 def test_checkpointing_gives_the_plain_gradients(pair, use_reentrant):
     for model in pair:
         x = torch.ones(2, 24, requires_grad=True)
-        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant).square().sum().backward()
+        torch.utils.checkpoint.checkpoint(
+            model, x, use_reentrant=use_reentrant
+        ).square().sum().backward()
     assert_same_gradients(*pair)
 
 

@@ -41,6 +41,14 @@ bool access_overwrites(const pagert_pager *pager, const pagert_access *access, u
     return access->offset_bytes <= start && access->offset_bytes + access->size_bytes >= end;
 }
 
+bool pin_covers(const pagert_pin *pin, uint32_t index)
+{
+    for (uint32_t k = 0; k < pin->access_count; k++)
+        if (index - pin->accesses[k].first_page < pin->accesses[k].page_count)
+            return true;
+    return false;
+}
+
 /* Whether the pin writes every byte of the page and reads none, by any of its accesses. */
 bool pin_overwrites(const pagert_pager *pager, const pagert_pin *pin, uint32_t index)
 {

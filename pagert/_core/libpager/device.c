@@ -120,7 +120,7 @@ void device_finish_move(pagert_pager *pager, uint32_t index)
 void device_cancel_move(pagert_pager *pager, uint32_t index)
 {
     page *p = &pager->pages[index];
-    PAGERT_ASSERT(has(p, PAGE_MOVING) && !has(p, PAGE_IN_FLIGHT));
+    PAGERT_ASSERT(has(p, PAGE_MOVING) && (p->queue != PAGERT_MOVE || !has(p, PAGE_IN_FLIGHT)));
     if (p->queue == PAGERT_MOVE)
         page_leave_queue(pager, index);
     clear_flag(p, PAGE_MOVING);

@@ -5,44 +5,49 @@
  */
 #include "internal.h"
 
-static void mark_failed(pagert_pager *pager, uint32_t index, const pagert_failure *failure, bool full)
+/* Tell the pins that hold the page, if any do. */
+static bool mark_failed(pagert_pager *pager, uint32_t index, const pagert_failure *failure, bool full)
 {
     page *p = &pager->pages[index];
     if (p->holds == 0)
-        return; /* nobody waits for it */
+        return false;
     PAGERT_ASSERT(!has(p, PAGE_MOVING));
     set_flag(p, full ? PAGE_FAILED | PAGE_FULL : PAGE_FAILED);
     p->failed_link = failure->link & 15;
     p->error = failure->result;
     p->links[LIST_POLICY].older = failure->page;
-    (void)pager;
+    return true;
 }
 
-/* The device frame will not get the page's bytes. */
-void fail_page(pagert_pager *pager, uint32_t index, const pagert_failure *failure, bool full)
+/* The device frame will not get the page's bytes. True if that was told to a pin. */
+bool fail_page(pagert_pager *pager, uint32_t index, const pagert_failure *failure, bool full)
 {
     page *p = &pager->pages[index];
     page_cancel_queued(pager, index);
     if (p->copy[PAGERT_DEVICE] == COPY_INCOMING)
         device_forget(pager, index);
-    mark_failed(pager, index, failure, full);
+    bool told = mark_failed(pager, index, failure, full);
     page_relist(pager, index);
+    return told;
 }
 
 /* `frame` keeps its page. Its heir gets nothing; if that was moving there, its own frame stays taken too,
- * and so on along the line. */
-static void disinherit(pagert_pager *pager, uint32_t frame, const pagert_failure *failure, bool full)
+ * and so on along the line. `told`: whether a pin was told already; if none was, who waits for room is. */
+static void disinherit(pagert_pager *pager, uint32_t frame, const pagert_failure *failure, bool full,
+                       bool told)
 {
     while (pager->frames[frame].heir != NONE) {
         uint32_t heir = pager->frames[frame].heir;
         if (!has(&pager->pages[heir], PAGE_MOVING)) {
-            fail_page(pager, heir, failure, full);
-            return;
+            told |= fail_page(pager, heir, failure, full);
+            break;
         }
         device_cancel_move(pager, heir);
-        mark_failed(pager, heir, failure, full);
+        told |= mark_failed(pager, heir, failure, full);
         frame = pager->pages[heir].frame[PAGERT_DEVICE];
     }
+    if (!told)
+        pin_fail_waiters(pager, failure, full);
 }
 
 /* The page stays on the device, dirty. */
@@ -53,21 +58,19 @@ void fail_writeback(pagert_pager *pager, uint32_t index, const pagert_failure *f
     for (uint32_t tier = PAGERT_HOST; tier < PAGERT_TIER_COUNT; tier++)
         if (p->copy[tier] == COPY_INCOMING)
             page_drop_lower(pager, index, tier);
-    if (has(p, PAGE_CLEANING)) { /* somebody asked for this writeback by name */
-        pager->flush_failed = true;
-        pager->flush_full = full;
-        pager->flush_failure = *failure;
-    }
-    if (has(p, PAGE_LEAVING) && pager->frames[frame].heir == NONE)
-        pager->vacating--;
+    if (has(p, PAGE_CLEANING)) /* somebody asked for this writeback by name */
+        pager->flush_failed = (failed_writeback){.page = index, .full = full, .failure = *failure};
+    bool leaving = has(p, PAGE_LEAVING);
+    pager->vacating -= leaving && pager->frames[frame].heir == NONE;
     clear_flag(p, PAGE_LEAVING | PAGE_CLEANING);
     page_relist(pager, index);
-    disinherit(pager, frame, failure, full);
+    if (leaving)
+        disinherit(pager, frame, failure, full, false);
 }
 
 void fail_move(pagert_pager *pager, uint32_t index, const pagert_failure *failure)
 {
     device_cancel_move(pager, index);
-    mark_failed(pager, index, failure, false);
-    disinherit(pager, pager->pages[index].frame[PAGERT_DEVICE], failure, false);
+    bool told = mark_failed(pager, index, failure, false);
+    disinherit(pager, pager->pages[index].frame[PAGERT_DEVICE], failure, false, told);
 }

@@ -84,7 +84,8 @@ typedef struct page {
                                 links[LIST_POLICY].older says: a held page is on no policy list */
     };
     uint8_t copy[PAGERT_TIER_COUNT];
-    uint8_t queue : 4, failed_link : 4;
+    uint8_t queue : 4;
+    uint8_t failed_link : 4; /* while PAGE_FAILED; while PAGE_EVICTABLE the policy's */
     uint16_t flags;
     uint16_t holds; /* pins that hold the page */
     /* Of a region's first page only, and of a free run's: */
@@ -113,6 +114,13 @@ typedef struct frame_set {
     uint32_t cursor; /* where the search for a free frame goes on, so that neighbours come in order */
 } frame_set;
 
+/* A writeback that failed, to be told to whoever asked for it. */
+typedef struct failed_writeback {
+    uint32_t page; /* that is still dirty, or NONE */
+    bool full;
+    pagert_failure failure; /* why: the transfer that failed may be another page's */
+} failed_writeback;
+
 #define EXTENT_CLASSES 264 /* 33 powers of two, 8 steps each */
 
 /* Host copies by what dropping one costs, cheapest first. */
@@ -137,13 +145,14 @@ struct pagert_pager {
     uint32_t vacating;         /* device frames of leaving pages, promised to nobody */
     uint32_t moving;           /* pages with PAGE_MOVING */
     uint32_t held_frames;      /* device frames of held pages */
-    pagert_pin *waiting;       /* pins that wait to be placed */
-    pagert_pin *repacker;      /* the waiting pin that repack.c works for, or NULL */
+    pagert_pin *unready;       /* pins that were started and are pending, or failed */
+    pagert_pin *repacker;      /* the one of them that repack.c works for, or NULL */
     uint32_t in_flight;        /* transfers handed out */
     uint32_t reclaim_cursor;   /* device frame where the search for a spare flash copy goes on */
+    bool look_ahead_only;      /* a prefetch asks for victims: none that is needed before it */
+    uint32_t needed_before;    /* the time of that, on the policy's clock */
     bool flushing;             /* a flush goes on: host copies of dirty pages go to flash, not away */
-    bool flush_failed, flush_full; /* a writeback that was asked for by name failed, and why */
-    pagert_failure flush_failure;
+    failed_writeback flush_failed; /* of a page that flush or evict asked for by name */
     uint64_t reserved_pages;
     struct {
         page_list free[EXTENT_CLASSES];
@@ -165,6 +174,12 @@ struct pagert_policy {
      * NONE if there is none. */
     uint32_t (*victim)(pagert_pager *pager, bool clean_only);
     uint32_t (*evictable_count)(const pagert_pager *pager);
+    /* The rest may be NULL: for policies that learn. */
+    void (*changed)(pagert_pager *pager, uint32_t index); /* an evictable page: perhaps clean or dirty now */
+    void (*accessed)(pagert_pager *pager, const pagert_pin *pin);
+    void (*reserved)(pagert_pager *pager, uint32_t first_page, uint32_t page_count);
+    void (*released)(pagert_pager *pager, uint32_t first_page);
+    bool (*upcoming)(pagert_pager *pager, uint32_t *first_page, uint32_t *page_count, uint32_t *time);
 };
 
 static inline bool has(const page *p, uint32_t flag) { return (p->flags & flag) != 0; }
@@ -222,11 +237,11 @@ static inline bool device_owns(const pagert_pager *pager, uint32_t index)
 /* lower.c: frames of the tiers below the device */
 uint32_t lower_take_flash(pagert_pager *pager);
 void lower_grant_host(pagert_pager *pager);
-void lower_fail_waiter(pagert_pager *pager, const pagert_failure *cause, bool full);
+void lower_fail_waiter(pagert_pager *pager, const pagert_failure *cause);
 void lower_end_leaving_host(pagert_pager *pager, uint32_t index);
 
 /* fail.c: what a failed transfer undoes */
-void fail_page(pagert_pager *pager, uint32_t index, const pagert_failure *failure, bool full);
+bool fail_page(pagert_pager *pager, uint32_t index, const pagert_failure *failure, bool full);
 void fail_writeback(pagert_pager *pager, uint32_t index, const pagert_failure *failure, bool full);
 void fail_move(pagert_pager *pager, uint32_t index, const pagert_failure *failure);
 
@@ -235,10 +250,13 @@ enum { PLACE_DONE = 1, PLACE_BUSY = 0, PLACE_BLOCKED = -100 };
 enum { FRAME_FREE, FRAME_VACATING, FRAME_MOVABLE, FRAME_BUSY, FRAME_HELD };
 int frame_class(const pagert_pager *pager, uint32_t frame);
 bool is_quiet(const pagert_pager *pager);
-int place_make_room(pagert_pager *pager, uint64_t frames_needed);
-int place_window(pagert_pager *pager, const pagert_pin *pin, const pagert_access *access);
+int place_make_room(pagert_pager *pager, pagert_pin *pin, uint64_t frames_needed);
+int place_window(pagert_pager *pager, pagert_pin *pin, const pagert_access *access);
 int repack_round(pagert_pager *pager, pagert_pin *pin);
-bool repack_has_layout(const pagert_pager *pager, pagert_pin *pin);
+bool repack_fits_alone(const pagert_pager *pager, pagert_pin *pin);
+
+/* pin.c */
+void pin_fail_waiters(pagert_pager *pager, const pagert_failure *failure, bool full);
 
 /* pager.c */
 void region_page_gone(pagert_pager *pager, uint32_t index);
@@ -247,6 +265,7 @@ void region_page_gone(pagert_pager *pager, uint32_t index);
 int region_pages(const pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
                  uint64_t size_bytes, uint32_t *first_page, uint32_t *page_count);
 bool access_overwrites(const pagert_pager *pager, const pagert_access *access, uint32_t index);
+bool pin_covers(const pagert_pin *pin, uint32_t index);
 bool pin_overwrites(const pagert_pager *pager, const pagert_pin *pin, uint32_t index);
 
 #endif

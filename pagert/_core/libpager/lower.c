@@ -85,18 +85,21 @@ static enum departure start_departure(pagert_pager *pager)
     return NO_VICTIM;
 }
 
-/* The first in line for a host frame will not get one: it fails, so that the others can go on. */
-void lower_fail_waiter(pagert_pager *pager, const pagert_failure *cause, bool full)
+/* The first in line for a host frame will not get one: it fails, so that the others can go on. `cause`: the
+ * transfer that was to free one, or NULL if the tiers are full. */
+void lower_fail_waiter(pagert_pager *pager, const pagert_failure *cause)
 {
     uint32_t index = pager->queues[QUEUE_HOST_WAIT].oldest;
     if (index == NONE)
         return;
-    pagert_failure failure = {index, cause->link, cause->result};
+    bool fetch = pager->pages[index].copy[PAGERT_DEVICE] == COPY_INCOMING;
+    pagert_failure full = {index, fetch ? PAGERT_FLASH_TO_HOST : PAGERT_DEVICE_TO_HOST, PAGERT_E_FULL};
+    const pagert_failure *failure = cause != NULL ? cause : &full;
     page_leave_queue(pager, index);
-    if (pager->pages[index].copy[PAGERT_DEVICE] == COPY_INCOMING)
-        fail_page(pager, index, &failure, full);
+    if (fetch)
+        fail_page(pager, index, failure, cause == NULL);
     else
-        fail_writeback(pager, index, &failure, full);
+        fail_writeback(pager, index, failure, cause == NULL);
 }
 
 /* Give host frames to those who wait. Called at the end of every call that may have changed something. */
@@ -117,11 +120,9 @@ void lower_grant_host(pagert_pager *pager)
         enum departure departure = NO_VICTIM;
         if (pager->host_leaving < waiting->count)
             departure = start_departure(pager);
-        if (departure == NO_VICTIM && pager->host_leaving == 0 && pager->host_in_transfer == 0) {
-            pagert_failure nobody_leaves = {NONE, PAGERT_DEVICE_TO_HOST, PAGERT_E_FULL};
-            lower_fail_waiter(pager, &nobody_leaves, true);
-        } else if (departure == NO_VICTIM) {
+        if (departure == NO_VICTIM && pager->host_leaving == 0 && pager->host_in_transfer == 0)
+            lower_fail_waiter(pager, NULL);
+        else if (departure == NO_VICTIM)
             return;
-        }
     }
 }

@@ -59,6 +59,8 @@ void page_relist(pagert_pager *pager, uint32_t index)
             clear_flag(p, PAGE_EVICTABLE);
             pager->policy->remove(pager, index);
         }
+    } else if (evictable && pager->policy->changed != NULL) {
+        pager->policy->changed(pager, index);
     }
     uint32_t list = 0; /* 1 + the host list it belongs on */
     if (p->copy[PAGERT_HOST] == COPY_VALID && !uses_host_copy(p->queue) &&
@@ -176,8 +178,7 @@ bool page_stay(pagert_pager *pager, uint32_t index)
         return false;
     clear_flag(p, PAGE_LEAVING);
     pager->vacating--;
-    if (!page_cancel_queued(pager, index))
-        set_flag(p, PAGE_CLEANING); /* the writeback goes on, and leaves the page clean */
+    page_cancel_queued(pager, index); /* in flight it goes on, and leaves the page clean */
     page_relist(pager, index);
     return true;
 }
@@ -250,6 +251,6 @@ void page_purge(pagert_pager *pager, uint32_t index)
         if (p->copy[tier] != COPY_NONE)
             page_drop_lower(pager, index, tier);
     p->flags = 0;
-    if (pager->flush_failed && pager->flush_failure.page == index)
-        pager->flush_failed = false; /* nobody is left to be told */
+    if (pager->flush_failed.page == index)
+        pager->flush_failed.page = NONE; /* nobody is left to be told */
 }

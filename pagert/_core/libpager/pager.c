@@ -67,6 +67,7 @@ int pagert_init(const pagert_config *config, void *memory, uint64_t memory_bytes
         list_init(&pager->queues[queue]);
     for (uint32_t list = 0; list < HOST_LISTS; list++)
         list_init(&pager->host_lists[list]);
+    pager->flush_failed.page = NONE;
     pager->policy = config->policy;
     pager->policy_state = base + at.policy;
     pager->policy->init(pager);
@@ -97,6 +98,8 @@ int pagert_reserve(pagert_pager *pager, uint64_t size_bytes, pagert_region *regi
     head->page_count = (uint32_t)count;
     head->tail_bytes = (uint32_t)(size_bytes - ((count - 1) << pager->page_shift));
     pager->reserved_pages += count;
+    if (pager->policy->reserved != NULL)
+        pager->policy->reserved(pager, first, (uint32_t)count);
     *region = (pagert_region){first, head->generation};
     return 0;
 }
@@ -122,11 +125,13 @@ int pagert_release(pagert_pager *pager, pagert_region region)
     for (uint32_t i = 0; i < count; i++)
         if (pager->pages[first + i].holds > 0)
             return PAGERT_E_STATE;
-    for (const pagert_pin *pin = pager->waiting; pin != NULL; pin = pin->next)
+    for (const pagert_pin *pin = pager->unready; pin != NULL; pin = pin->next)
         for (uint32_t k = 0; k < pin->access_count; k++)
             if (pin->accesses[k].region.first_page == first)
                 return PAGERT_E_STATE;
     pager->reserved_pages -= count;
+    if (pager->policy->released != NULL)
+        pager->policy->released(pager, first);
     head->tail_bytes = count; /* from here on: pages that are not forgotten yet */
     for (uint32_t i = 0; i < count; i++)
         page_purge(pager, first + i);
@@ -141,12 +146,13 @@ int pagert_release(pagert_pager *pager, pagert_region region)
 /* A writeback that flush or evict asked for has failed, of one of these pages: say so once. */
 static int take_failure(pagert_pager *pager, uint32_t first, uint32_t count, pagert_failure *failure)
 {
-    if (!pager->flush_failed || pager->flush_failure.page - first >= count)
+    failed_writeback *failed = &pager->flush_failed;
+    if (failed->page == NONE || failed->page - first >= count)
         return 0;
-    pager->flush_failed = false;
+    failed->page = NONE;
     if (failure != NULL)
-        *failure = pager->flush_failure;
-    return pager->flush_full ? PAGERT_E_FULL : PAGERT_E_TRANSFER;
+        *failure = failed->failure;
+    return failed->full ? PAGERT_E_FULL : PAGERT_E_TRANSFER;
 }
 
 int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
@@ -261,8 +267,11 @@ static uint32_t state_of(const page *p)
         return PAGERT_PAGE_FREE;
     if (p->copy[PAGERT_DEVICE] == COPY_INCOMING)
         return PAGERT_PAGE_FETCHING;
-    if (p->copy[PAGERT_DEVICE] == COPY_VALID)
-        return has(p, PAGE_LEAVING | PAGE_CLEANING) ? PAGERT_PAGE_WRITING_BACK : PAGERT_PAGE_RESIDENT;
+    if (p->copy[PAGERT_DEVICE] == COPY_VALID) {
+        bool writing = p->queue == PAGERT_DEVICE_TO_HOST || p->queue == PAGERT_DEVICE_TO_FLASH;
+        return writing || has(p, PAGE_LEAVING | PAGE_CLEANING) ? PAGERT_PAGE_WRITING_BACK
+                                                               : PAGERT_PAGE_RESIDENT;
+    }
     return has(p, PAGE_ZERO) ? PAGERT_PAGE_ZERO : PAGERT_PAGE_ABSENT;
 }
 

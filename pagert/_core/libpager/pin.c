@@ -37,15 +37,20 @@ static void let_go(pagert_pager *pager, uint32_t index)
     page_relist(pager, index);
 }
 
-/* Like let_go(), for a pin that never became ready: what it meant to overwrite, others may have to read. */
-static void give_up(pagert_pager *pager, uint32_t index)
+/* A pin that never became ready has let go of the page. What it meant to overwrite is fetched if another pin
+ * must read it. Where all others overwrite it, too, the frame is theirs as it is. */
+static void fetch_for_readers(pagert_pager *pager, uint32_t index)
 {
     page *p = &pager->pages[index];
-    if (p->holds > 1 && has(p, PAGE_OVERWRITE)) {
-        clear_flag(p, PAGE_OVERWRITE);
-        page_advance(pager, index);
+    if (!has(p, PAGE_OVERWRITE))
+        return;
+    for (const pagert_pin *pin = pager->unready; pin != NULL; pin = pin->next) {
+        if (pin->state == PIN_PLACED && pin_covers(pin, index) && !pin_overwrites(pager, pin, index)) {
+            clear_flag(p, PAGE_OVERWRITE);
+            page_advance(pager, index);
+            return;
+        }
     }
-    let_go(pager, index);
 }
 
 typedef void visit(pagert_pager *pager, uint32_t index);
@@ -155,7 +160,7 @@ static int place_spans(pagert_pager *pager, pagert_pin *pin)
                 settle(pager, a->span_first + i);
         }
     }
-    int outcome = place_make_room(pager, missing);
+    int outcome = place_make_room(pager, pin, missing);
     for (uint32_t k = 0; k < pin->access_count && outcome == PLACE_DONE; k++) {
         const pagert_access *a = &pin->accesses[k];
         if (a->span_count == 0 || is_window(pager, a->span_first, a->span_count))
@@ -167,18 +172,25 @@ static int place_spans(pagert_pager *pager, pagert_pin *pin)
     return outcome;
 }
 
-/* From a quiet state: see repack.c. One pin at a time, or two would undo each other's rounds. */
+/* A page that failed stays so until the pins that held it then have heard of it and let go. */
+static bool has_failed_page(const pagert_pager *pager, const pagert_pin *pin)
+{
+    for (uint32_t k = 0; k < pin->access_count; k++)
+        for (uint32_t i = 0; i < pin->accesses[k].page_count; i++)
+            if (has(&pager->pages[pin->accesses[k].first_page + i], PAGE_FAILED))
+                return true;
+    return false;
+}
+
+/* From a quiet state: see repack.c. */
 static int repack(pagert_pager *pager, pagert_pin *pin)
 {
-    if (pager->repacker == NULL) {
-        pager->repacker = pin;
-        pager->flush_failed = false; /* of an earlier flush: that will try again and be told again */
-    }
-    if (pager->repacker != pin)
-        return PLACE_BUSY;
+    pager->repacker = pin;
     int outcome = PLACE_BUSY;
+    if (has_failed_page(pager, pin))
+        return outcome;
     while (outcome == PLACE_BUSY && is_quiet(pager)) /* a round of clean evictions leaves it quiet */
-        outcome = repack_round(pager, pin);
+        outcome = pin->code < 0 ? pin->code : repack_round(pager, pin);
     if (outcome == PLACE_DONE) {
         count_uses(pager, pin);
         for_each_page(pager, pin, hold);
@@ -186,8 +198,8 @@ static int repack(pagert_pager *pager, pagert_pin *pin)
     return outcome;
 }
 
-/* What no transfer can change: the frames that other pins hold leave too few, or no run for the one window
- * that is wanted. */
+/* What no transfer can change: the frames that other pins hold leave too few, or no run for one of the
+ * windows. That several get in each other's way takes a search: see repack.c. */
 static bool is_hopeless(pagert_pager *pager, pagert_pin *pin)
 {
     uint64_t total = 0, unheld = 0, capacity = pager->config.frame_count[PAGERT_DEVICE];
@@ -203,7 +215,7 @@ static bool is_hopeless(pagert_pager *pager, pagert_pin *pin)
     pin->frames_unheld = capacity - pager->held_frames;
     if (unheld > pin->frames_unheld)
         return true;
-    return pager->held_frames > 0 && pin->access_count == 1 && !repack_has_layout(pager, pin);
+    return pager->held_frames > 0 && !repack_fits_alone(pager, pin);
 }
 
 /* Try to give the pin its windows. PLACE_DONE: its pages are held. Else nothing is. */
@@ -225,6 +237,11 @@ static int place(pagert_pager *pager, pagert_pin *pin)
     }
     if (is_hopeless(pager, pin))
         return PAGERT_E_FRAMES;
+    if (pin->code < 0) /* see pin_fail_waiters() */
+        return pin->code;
+    if (pager->repacker != NULL && pager->repacker != pin)
+        return PLACE_BUSY; /* or they would undo each other's work for ever */
+    pin->begun = 1;
     if (pin->state == PIN_REPACKING)
         return repack(pager, pin);
     count_uses(pager, pin);
@@ -235,19 +252,40 @@ static int place(pagert_pager *pager, pagert_pin *pin)
         return outcome;
     }
     for_each_page(pager, pin, unwant);
-    if (outcome != PLACE_BLOCKED)
+    if (outcome != PLACE_BLOCKED || pager->look_ahead_only) /* a guess is not worth more */
         return outcome;
     pin->state = PIN_REPACKING;
     return repack(pager, pin);
 }
 
-static void stop_waiting(pagert_pager *pager, pagert_pin *pin)
+static void enter_unready(pagert_pager *pager, pagert_pin *pin)
 {
-    *(pin->previous != NULL ? &pin->previous->next : &pager->waiting) = pin->next;
+    pin->previous = NULL;
+    pin->next = pager->unready;
+    if (pin->next != NULL)
+        pin->next->previous = pin;
+    pager->unready = pin;
+}
+
+static void leave_unready(pagert_pager *pager, pagert_pin *pin)
+{
+    *(pin->previous != NULL ? &pin->previous->next : &pager->unready) = pin->next;
     if (pin->next != NULL)
         pin->next->previous = pin->previous;
     if (pager->repacker == pin)
         pager->repacker = NULL;
+}
+
+/* A page that was to make room, by leaving or moving, has not, and no pin holds the page that was to come.
+ * Pins for which room was being made may have counted on it: they fail, or they would try for ever. */
+void pin_fail_waiters(pagert_pager *pager, const pagert_failure *failure, bool full)
+{
+    for (pagert_pin *pin = pager->unready; pin != NULL; pin = pin->next) {
+        if ((pin->state != PIN_WAITING && pin->state != PIN_REPACKING) || !pin->begun)
+            continue;
+        pin->failure = *failure;
+        pin->code = full ? PAGERT_E_FULL : PAGERT_E_TRANSFER;
+    }
 }
 
 static bool is_ready(const pagert_pager *pager, const pagert_access *access, uint32_t index)
@@ -262,14 +300,29 @@ static bool is_ready(const pagert_pager *pager, const pagert_access *access, uin
     return p->copy[PAGERT_DEVICE] == COPY_VALID;
 }
 
-/* Every page was ready when the cursor passed it. Writers look again, then drop the other copies. */
+/* 1: the page is ready for the access, 0: not yet, negative: its transfer failed, and so has the pin. */
+static int look_at(const pagert_pager *pager, pagert_pin *pin, const pagert_access *access, uint32_t index)
+{
+    const page *p = &pager->pages[index];
+    if (!has(p, PAGE_FAILED))
+        return is_ready(pager, access, index);
+    pin->failure = (pagert_failure){p->links[LIST_POLICY].older, p->failed_link, p->error};
+    pin->code = has(p, PAGE_FULL) ? PAGERT_E_FULL : PAGERT_E_TRANSFER;
+    pin->state = PIN_FAILED;
+    return pin->code;
+}
+
+/* Every page was ready when the cursor passed it. Since then a writeback may have started, or the fetch of
+ * a page that another pin no longer overwrites: writers look again, then drop the other copies. */
 static int commit(pagert_pager *pager, pagert_pin *pin)
 {
     for (uint32_t k = 0; k < pin->access_count; k++) {
         const pagert_access *a = &pin->accesses[k];
-        for (uint32_t i = 0; i < a->page_count && a->mode != PAGERT_READ; i++)
-            if (!is_ready(pager, a, a->first_page + i))
-                return 0;
+        for (uint32_t i = 0; i < a->page_count && a->mode != PAGERT_READ; i++) {
+            int outcome = look_at(pager, pin, a, a->first_page + i);
+            if (outcome != 1)
+                return outcome;
+        }
     }
     for (uint32_t k = 0; k < pin->access_count; k++) {
         pagert_access *a = &pin->accesses[k];
@@ -280,6 +333,7 @@ static int commit(pagert_pager *pager, pagert_pin *pin)
     }
     pager->counters.hits += pin->hits;
     pager->counters.faults += pin->faults;
+    leave_unready(pager, pin);
     pin->state = PIN_READY;
     return 1;
 }
@@ -289,16 +343,9 @@ static int poll_placed(pagert_pager *pager, pagert_pin *pin)
     for (; pin->access_cursor < pin->access_count; pin->access_cursor++, pin->page_cursor = 0) {
         const pagert_access *a = &pin->accesses[pin->access_cursor];
         for (; pin->page_cursor < a->page_count; pin->page_cursor++) {
-            uint32_t index = a->first_page + pin->page_cursor;
-            const page *p = &pager->pages[index];
-            if (has(p, PAGE_FAILED)) {
-                pin->failure = (pagert_failure){p->links[LIST_POLICY].older, p->failed_link, p->error};
-                pin->state = PIN_FAILED;
-                pin->code = has(p, PAGE_FULL) ? PAGERT_E_FULL : PAGERT_E_TRANSFER;
-                return pin->code;
-            }
-            if (!is_ready(pager, a, index))
-                return 0;
+            int outcome = look_at(pager, pin, a, a->first_page + pin->page_cursor);
+            if (outcome != 1)
+                return outcome;
         }
     }
     return commit(pager, pin);
@@ -323,12 +370,14 @@ int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
         } while (again);
         if (outcome == PLACE_BUSY)
             return 0;
-        stop_waiting(pager, pin);
+        if (pager->repacker == pin)
+            pager->repacker = NULL;
         if (outcome < 0) {
             pin->state = PIN_REFUSED;
             pin->code = outcome == PLACE_BLOCKED ? PAGERT_E_FRAMES : outcome;
             return pin->code;
         }
+        pin->code = 0;
         pin->state = PIN_PLACED;
     }
     if (pin->state != PIN_PLACED)
@@ -339,7 +388,8 @@ int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
     return outcome;
 }
 
-int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
+/* `asked`: by an operator, so that the policy learns from it. */
+static int start(pagert_pager *pager, pagert_pin *pin, bool asked)
 {
     if (pin->state != PIN_NEW)
         return PAGERT_E_STATE;
@@ -359,13 +409,13 @@ int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
     }
     if (pin->access_count > UINT16_MAX)
         return PAGERT_E_ARGUMENT;
+    if (asked && pager->policy->accessed != NULL)
+        pager->policy->accessed(pager, pin);
     pin->access_cursor = pin->page_cursor = 0;
+    pin->begun = 0;
+    pin->code = 0;
     pin->state = PIN_WAITING;
-    pin->previous = NULL;
-    pin->next = pager->waiting;
-    if (pin->next != NULL)
-        pin->next->previous = pin;
-    pager->waiting = pin;
+    enter_unready(pager, pin);
     int outcome = pagert_pin_poll(pager, pin);
     if (outcome < 0) {
         pagert_unpin(pager, pin);
@@ -374,17 +424,20 @@ int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
     return outcome;
 }
 
+int pagert_pin_start(pagert_pager *pager, pagert_pin *pin) { return start(pager, pin, true); }
+
 int pagert_unpin(pagert_pager *pager, pagert_pin *pin)
 {
     if (pin->state == PIN_NEW || pin->state == PIN_RELEASED)
         return PAGERT_E_STATE;
-    if (pin->state == PIN_READY)
-        for_each_page(pager, pin, let_go);
-    else if (pin->state == PIN_PLACED || pin->state == PIN_FAILED)
-        for_each_page(pager, pin, give_up);
-    else if (pin->state == PIN_WAITING || pin->state == PIN_REPACKING)
-        stop_waiting(pager, pin);
+    uint32_t state = pin->state;
+    if (state != PIN_READY)
+        leave_unready(pager, pin);
     pin->state = PIN_RELEASED;
+    if (state == PIN_READY || state == PIN_PLACED || state == PIN_FAILED)
+        for_each_page(pager, pin, let_go);
+    if (state == PIN_PLACED || state == PIN_FAILED)
+        for_each_page(pager, pin, fetch_for_readers);
     lower_grant_host(pager);
     PAGERT_ASSERT_SLOW(pager);
     return 0;
@@ -395,7 +448,7 @@ int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_b
     pagert_access access = {.region = region, .offset_bytes = offset_bytes, .size_bytes = size_bytes};
     pagert_pin pin = {.accesses = &access, .access_count = 1};
     pagert_counters before = pager->counters;
-    int outcome = pagert_pin_start(pager, &pin);
+    int outcome = start(pager, &pin, false);
     pager->counters.hits = before.hits; /* nobody asked for it yet */
     pager->counters.faults = before.faults;
     if (outcome < 0)
@@ -405,4 +458,36 @@ int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_b
         pager->counters.prefetches += pin.faults;
     pagert_unpin(pager, &pin);
     return placed;
+}
+
+/* Pages that wait for a fetch to start. */
+static uint32_t fetch_backlog(const pagert_pager *pager)
+{
+    return pager->queues[PAGERT_HOST_TO_DEVICE].count + pager->queues[PAGERT_FLASH_TO_DEVICE].count +
+           pager->queues[PAGERT_FLASH_TO_HOST].count + pager->queues[QUEUE_HOST_WAIT].count;
+}
+
+uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max)
+{
+    uint32_t started = 0;
+    pagert_access access = {.mode = PAGERT_READ};
+    uint32_t first_page, page_count;
+    if (pager->policy->upcoming == NULL)
+        return 0;
+    while (fetch_backlog(pager) < backlog_max &&
+           pager->policy->upcoming(pager, &first_page, &page_count, &pager->needed_before)) {
+        const page *head = &pager->pages[pager->pages[first_page].region];
+        access.region = (pagert_region){pager->pages[first_page].region, head->generation};
+        access.offset_bytes = (uint64_t)(first_page - access.region.first_page) << pager->page_shift;
+        access.size_bytes = (uint64_t)page_count << pager->page_shift;
+        if (first_page + page_count == access.region.first_page + head->page_count)
+            access.size_bytes -= pager->config.page_bytes - head->tail_bytes;
+        pager->look_ahead_only = true;
+        int placed = pagert_prefetch(pager, access.region, access.offset_bytes, access.size_bytes);
+        pager->look_ahead_only = false;
+        if (placed != 1)
+            break;
+        started += page_count;
+    }
+    return started;
 }

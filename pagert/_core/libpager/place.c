@@ -45,7 +45,7 @@ static uint64_t available(const pagert_pager *pager)
 }
 
 /* Evict one page. Without a host tier a dirty victim needs a flash frame now. */
-static int evict_one(pagert_pager *pager)
+static int evict_one(pagert_pager *pager, pagert_pin *pin)
 {
     uint32_t index = pager->policy->victim(pager, false);
     if (index == NONE)
@@ -54,6 +54,7 @@ static int evict_one(pagert_pager *pager)
     if (!is_clean(p) && !configured(pager, PAGERT_HOST) && p->copy[PAGERT_FLASH] == COPY_NONE) {
         uint32_t frame = lower_take_flash(pager);
         if (frame == NONE) {
+            pin->failure = (pagert_failure){index, PAGERT_DEVICE_TO_FLASH, PAGERT_E_FULL};
             index = pager->policy->victim(pager, true);
             if (index == NONE)
                 return PAGERT_E_FULL;
@@ -67,10 +68,10 @@ static int evict_one(pagert_pager *pager)
 }
 
 /* Evict until so many frames are free or being vacated. */
-int place_make_room(pagert_pager *pager, uint64_t frames_needed)
+int place_make_room(pagert_pager *pager, pagert_pin *pin, uint64_t frames_needed)
 {
     while (available(pager) < frames_needed) {
-        int outcome = evict_one(pager);
+        int outcome = evict_one(pager, pin);
         if (outcome != PLACE_DONE)
             return outcome;
     }
@@ -230,7 +231,7 @@ static uint32_t frame_outside(const pagert_pager *pager, uint32_t base, uint32_t
 
 /* Give the access's span a window. PLACE_BUSY: try again when a transfer has completed. PLACE_BLOCKED:
  * not possible by single moves. On these nothing was promised, but victims may have been evicted. */
-int place_window(pagert_pager *pager, const pagert_pin *pin, const pagert_access *access)
+int place_window(pagert_pager *pager, pagert_pin *pin, const pagert_access *access)
 {
     span s = {access->span_first, access->span_count};
     uint32_t base = 0, resident = 0;
@@ -243,7 +244,7 @@ int place_window(pagert_pager *pager, const pagert_pin *pin, const pagert_access
         run_cost cost = cost_of_run(pager, s, base, resident);
         if (cost.in_way <= available(pager) - cost.available)
             break;
-        outcome = evict_one(pager); /* the span's own pieces take frames until they have moved */
+        outcome = evict_one(pager, pin); /* the span's own pieces take frames until they have moved */
         if (outcome != PLACE_DONE)
             return outcome;
     }

@@ -110,7 +110,19 @@ static bool lay_all(const pagert_pager *pager, pagert_pin *pin)
     }
 }
 
-bool repack_has_layout(const pagert_pager *pager, pagert_pin *pin) { return lay_all(pager, pin); }
+/* Whether each span has a place that other pins leave it, the pin's other spans aside. */
+bool repack_fits_alone(const pagert_pager *pager, pagert_pin *pin)
+{
+    for (uint32_t i = 0; i < pin->access_count; i++)
+        pin->accesses[i].device_bytes = UINT64_MAX;
+    for (uint32_t i = 0; i < pin->access_count; i++) {
+        pagert_access *a = &pin->accesses[i];
+        if (is_span(a) && !lay(pager, pin, a))
+            return false;
+        a->device_bytes = UINT64_MAX;
+    }
+    return true;
+}
 
 static bool in_any_span(const pagert_pin *pin, uint32_t index)
 {
@@ -135,24 +147,10 @@ static uint32_t spare_frame(const pagert_pager *pager, const pagert_pin *pin)
     return NONE;
 }
 
-/* As cleaning, too, so that a failed writeback is reported and not tried for ever. */
-static void evict(pagert_pager *pager, uint32_t index)
-{
-    if (!is_clean(&pager->pages[index]))
-        set_flag(&pager->pages[index], PAGE_CLEANING);
-    page_start_leaving(pager, index);
-}
-
 /* One round. PLACE_DONE: the layout stands, all windows are promised and no page is held yet. PLACE_BUSY:
- * moves or evictions were started, call again when quiet. PLACE_BLOCKED: no layout exists. PAGERT_E_FULL,
- * PAGERT_E_TRANSFER: a page could not be written back. */
+ * moves or evictions were started, call again when quiet. PLACE_BLOCKED: no layout exists. */
 int repack_round(pagert_pager *pager, pagert_pin *pin)
 {
-    if (pager->flush_failed) { /* a writeback of the last round */
-        pager->flush_failed = false;
-        pin->failure = pager->flush_failure;
-        return pager->flush_full ? PAGERT_E_FULL : PAGERT_E_TRANSFER;
-    }
     if (!lay_all(pager, pin))
         return PLACE_BLOCKED;
     uint32_t started = 0, stuck = NONE;
@@ -169,7 +167,7 @@ int repack_round(pagert_pager *pager, pagert_pin *pin)
                 if (spare != NONE)
                     device_start_move(pager, f->page, spare);
                 else
-                    evict(pager, f->page);
+                    page_start_leaving(pager, f->page);
                 started++;
             } else if (p->copy[PAGERT_DEVICE] == COPY_VALID && !has(p, PAGE_MOVING)) {
                 if (f->page == NONE) {
@@ -184,7 +182,7 @@ int repack_round(pagert_pager *pager, pagert_pin *pin)
         }
     }
     if (started == 0 && stuck != NONE) { /* a circle of the pin's own pages: break it at one */
-        evict(pager, stuck);
+        page_start_leaving(pager, stuck);
         started++;
     }
     if (started > 0)

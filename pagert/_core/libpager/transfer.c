@@ -101,7 +101,7 @@ static void fail(pagert_pager *pager, uint32_t index, const pagert_failure *fail
         lower_end_leaving_host(pager, index);
         page_drop_lower(pager, index, PAGERT_FLASH);
         page_advance(pager, index);
-        lower_fail_waiter(pager, failure, false); /* who waited for this frame learns why */
+        lower_fail_waiter(pager, failure); /* who waited for this frame learns why */
         break;
     }
 }
