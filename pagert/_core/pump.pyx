@@ -164,9 +164,7 @@ cdef class Pin:
         if not held:
             return
         self.held = NULL
-        self.pump.forget(held)
-        if self.pump.handle and self.pump.process == fork_count:
-            pagert_pump_unpin(self.pump.handle, &held.pin)
+        self.pump.let_go(held)
         free(held)
         self.regions = None
 
@@ -333,6 +331,12 @@ cdef class Pump:
     cdef void forget(self, held_pin *held) noexcept:
         unlink(&self.pins, &held.user)
         self.releases += 1
+
+    cdef void let_go(self, held_pin *held) noexcept:
+        """End a pin that `hold` granted."""
+        self.forget(held)
+        if self.handle and self.process == fork_count:
+            pagert_pump_unpin(self.handle, &held.pin)
 
     def close_engines(self):
         if self.copy_engine is not None:
