@@ -191,6 +191,8 @@ def is_interrupted(shim: Shim, setup: str, folder: str) -> None:
             with shim.set(HANG):
                 if call == pager.close:  # something to wait for
                     tensors[3].prefetch()
+                    while shim.calls.value == 0:
+                        time.sleep(0.001)
                 signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
                 with pytest.raises(KeyboardInterrupt):
                     call()
