@@ -125,6 +125,7 @@ cdef class Pump:
     cdef bint stop_quietly(self)
     cdef void leave_forks(self) noexcept
     cdef void forget(self, held_pin *held) noexcept
+    cdef void let_go(self, held_pin *held) noexcept
     cdef int enter(self) except -1
     cdef int own(self, Region region) except -1
     cdef bint others_hold(self) noexcept

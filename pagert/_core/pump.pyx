@@ -20,7 +20,7 @@ from cpython.ref cimport Py_XINCREF, PyObject
 from pagert._core.pager cimport (
     PAGERT_DEVICE, PAGERT_E_FRAMES, PAGERT_E_FULL, PAGERT_E_PAGES, PAGERT_E_STALE, PAGERT_E_STATE,
     PAGERT_E_TRANSFER, PAGERT_FLASH, PAGERT_HOST, PAGERT_OVERWRITE, PAGERT_READ, PAGERT_UPDATE,
-    pagert_policy_lru,
+    pagert_policy_lookahead, pagert_policy_lru,
 )
 
 import logging
@@ -164,9 +164,7 @@ cdef class Pin:
         if not held:
             return
         self.held = NULL
-        self.pump.forget(held)
-        if self.pump.handle and self.pump.process == fork_count:
-            pagert_pump_unpin(self.pump.handle, &held.pin)
+        self.pump.let_go(held)
         free(held)
         self.regions = None
 
@@ -223,8 +221,8 @@ cdef class Pump:
         cdef pagert_pump_options options
         cdef int code
         memset(&options, 0, sizeof(options))
-        if policy != "lru":
-            raise ConfigurationError(f"policy is {policy!r}; allowed: 'lru'")
+        if policy not in ("lru", "lookahead"):
+            raise ConfigurationError(f"policy is {policy!r}; allowed: 'lru', 'lookahead'")
         self.page_bytes = page_bytes
         self.device_frames = device_frames
         self.warn_seconds = warn_seconds
@@ -236,7 +234,8 @@ cdef class Pump:
         options.config.frame_count[<int>PAGERT_DEVICE] = device_frames
         options.config.frame_count[<int>PAGERT_HOST] = host_frames
         options.config.transfer_pages_max = transfer_pages_max
-        options.config.policy = pagert_policy_lru()
+        options.config.policy = (
+            pagert_policy_lru() if policy == "lru" else pagert_policy_lookahead())
         options.device_arena = <void *><uintptr_t>self.arena.address
         if host_frames:
             self.host_arena = Arena(page_bytes * host_frames)
@@ -332,6 +331,12 @@ cdef class Pump:
     cdef void forget(self, held_pin *held) noexcept:
         unlink(&self.pins, &held.user)
         self.releases += 1
+
+    cdef void let_go(self, held_pin *held) noexcept:
+        """End a pin that `hold` granted."""
+        self.forget(held)
+        if self.handle and self.process == fork_count:
+            pagert_pump_unpin(self.handle, &held.pin)
 
     def close_engines(self):
         if self.copy_engine is not None:

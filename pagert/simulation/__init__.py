@@ -4,6 +4,6 @@
 from __future__ import annotations
 
 from pagert.simulation.counts import Counts
-from pagert.simulation.simulate import Simulation, simulate
+from pagert.simulation.simulate import Simulation, available_policies, simulate
 
-__all__ = ["Counts", "Simulation", "simulate"]
+__all__ = ["Counts", "Simulation", "available_policies", "simulate"]

@@ -8,7 +8,7 @@ from pagert.errors import ConfigurationError
 from pagert.simulation.counts import Counts
 from pagert.trace import Operator, Release, Reserve, Step, Trace
 
-__all__ = ["replay"]
+__all__ = ["has_policy", "replay"]
 
 _MODES = {"r": core.READ, "w": core.UPDATE, "o": core.OVERWRITE}
 _JOINED_PAGES = 64  # in one transfer: fewer calls for the same pages
@@ -24,21 +24,21 @@ def replay(trace: Trace, capacity_pages: int, host_pages: int, policy: str) -> l
     """
     # Regions are never given the pages of earlier ones, so the address space has room for all of them.
     page_count = max(1, sum(trace.region_pages))
-    try:
-        pager = core.Core(
-            # The core's smallest page: sizes are in pages here, and no bytes lie behind them.
-            page_bytes=4096,
-            page_count=page_count,
-            device_frames=capacity_pages,
-            host_frames=host_pages,
-            flash_frames=max(1, trace.peak_pages),
-            transfer_pages_max=_JOINED_PAGES,
-            policy=policy,
-        )
-    except ValueError:
+    if not has_policy(policy):
         raise ConfigurationError(
-            f"the core has no policy {policy!r} yet; it has 'lru', and 'min' needs no core"
-        ) from None
+            f"policy {policy!r} is not in this version's core; there are 'lru', and 'min', which needs "
+            "no core"
+        )
+    pager = core.Core(
+        # The core's smallest page: sizes are in pages here, and no bytes lie behind them.
+        page_bytes=4096,
+        page_count=page_count,
+        device_frames=capacity_pages,
+        host_frames=host_pages,
+        flash_frames=max(1, trace.peak_pages),
+        transfer_pages_max=_JOINED_PAGES,
+        policy=policy,
+    )
     regions: dict[int, core.Region] = {}
     _store(pager, trace, regions, capacity_pages)
     counts: list[Counts] = []
@@ -62,6 +62,14 @@ def replay(trace: Trace, capacity_pages: int, host_pages: int, policy: str) -> l
     if reached or not counts:
         counts.append(_counts(pager) - before)
     return counts
+
+
+def has_policy(policy: str) -> bool:
+    """Whether the core has this policy."""
+    try:
+        return core.memory_bytes(page_bytes=4096, page_count=1, device_frames=1, flash_frames=1, policy=policy) > 0
+    except ValueError:
+        return False
 
 
 def _store(

@@ -12,7 +12,7 @@ from pagert.errors import ConfigurationError, ConfigurationTypeError
 from pagert.simulation.counts import Counts
 from pagert.trace import Trace
 
-__all__ = ["POLICIES", "Simulation", "simulate"]
+__all__ = ["POLICIES", "Simulation", "available_policies", "simulate"]
 
 POLICIES = ("lru", "lookahead", "min")
 
@@ -34,6 +34,8 @@ class Simulation(Counts):
     steps : tuple of Counts
         The same counts for each optimizer step that the trace marks; the last one may be unfinished.
         Without marks: one step, the whole trace.
+    finished_steps : int
+        How many of `steps` the trace marks as finished.
     lower_bound_pages : int or None
         For "min": no policy fetches and writes fewer pages than this, in sum. It is the sum of
         `fetched_pages` and `written_pages` unless the search was cut short.
@@ -44,7 +46,18 @@ class Simulation(Counts):
     host_pages: int
     page_bytes: int
     steps: tuple[Counts, ...]
+    finished_steps: int
     lower_bound_pages: int | None = None
+
+    @property
+    def steady_steps(self) -> tuple[Counts, ...]:
+        """The steps that stand for all others.
+
+        Finished ones, without the first, in which optimizer state comes to be, and without the last,
+        after which the optimum need keep nothing; as far as there are enough of them.
+        """
+        finished = self.steps[: self.finished_steps] or self.steps
+        return finished[1:-1] or finished[-1:]
 
 
 def simulate(
@@ -127,9 +140,17 @@ def simulate(
         host_pages=host_pages,
         page_bytes=trace.page_bytes,
         steps=tuple(steps),
+        finished_steps=trace.step_count,
         lower_bound_pages=bound,
         **vars(total),
     )
+
+
+def available_policies() -> tuple[str, ...]:
+    """Name the policies that this build can simulate."""
+    from pagert.simulation.replay import has_policy
+
+    return tuple(name for name in POLICIES if name == "min" or has_policy(name))
 
 
 def _count(value: int, name: str, least: int) -> int:

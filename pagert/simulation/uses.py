@@ -11,6 +11,7 @@ gap: its pages are kept on the device, or leave and come back. What leaving cost
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -127,7 +128,7 @@ def _add_gaps(uses: Uses, pattern: _Pattern, page_count: int, stored: bool) -> N
         uses.first_fetches[first_time] += page_count
     has_bytes, dirty = stored, False
     epoch: list[int] = []
-    for (start, mode), (end, next_mode) in zip(pattern, pattern[1:], strict=False):
+    for (start, mode), (end, next_mode) in itertools.pairwise(pattern):
         if mode != "r":
             has_bytes = dirty = True
         gap = Gap(start, end, page_count, has_bytes and next_mode != "o")

@@ -19,8 +19,9 @@ __all__ = ["VERSION", "read", "write"]
 
 MAGIC = b"pagert-trace\n"
 VERSION = 1
-# Version, bytes of facts, bytes of compressed rows, number of rows, CRC-32 of facts and rows.
-HEAD = struct.Struct("<HIQQI")
+# Version, bytes of facts, bytes of compressed rows, number of rows. The CRC-32 follows, of them, facts and rows.
+HEAD = struct.Struct("<HIQQ")
+CHECKSUM = struct.Struct("<I")
 
 
 def write(
@@ -29,11 +30,12 @@ def write(
     """Write a file; it appears under its name once it is whole."""
     facts = json.dumps({"page_bytes": page_bytes, "metadata": metadata}).encode()
     body = zlib.compress(rows.tobytes(), 9)
-    head = HEAD.pack(VERSION, len(facts), len(body), len(rows), zlib.crc32(body, zlib.crc32(facts)))
+    head = HEAD.pack(VERSION, len(facts), len(body), len(rows))
+    checksum = CHECKSUM.pack(_checksum(head, facts, body))
     target = Path(path)
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        part.write_bytes(MAGIC + head + facts + body)
+        part.write_bytes(MAGIC + head + checksum + facts + body)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
@@ -45,7 +47,7 @@ def read(path: str | os.PathLike[str]) -> tuple[np.ndarray, int, dict[str, Any]]
     name = os.fspath(path)
     if data[: len(MAGIC)] != MAGIC[: len(data)] or not data:
         raise TraceError(f"{name} is not a trace; give a file that Trace.save() has written")
-    start = len(MAGIC) + HEAD.size
+    start = len(MAGIC) + HEAD.size + CHECKSUM.size
     if len(data) >= len(MAGIC) + 2:
         (version,) = struct.unpack_from("<H", data, len(MAGIC))
         if version != VERSION:
@@ -55,14 +57,15 @@ def read(path: str | os.PathLike[str]) -> tuple[np.ndarray, int, dict[str, Any]]
             )
     if len(data) < start:
         raise TraceError(f"{name} is truncated: {len(data)} bytes, and the head alone has {start}")
-    _, facts_bytes, body_bytes, row_count, checksum = HEAD.unpack_from(data, len(MAGIC))
+    head = data[len(MAGIC) : len(MAGIC) + HEAD.size]
+    _, facts_bytes, body_bytes, row_count = HEAD.unpack(head)
     if len(data) != start + facts_bytes + body_bytes:
         what = "truncated" if len(data) < start + facts_bytes + body_bytes else "too long"
         raise TraceError(
             f"{name} is {what}: {len(data)} bytes of {start + facts_bytes + body_bytes}; copy it again"
         )
     facts, body = data[start : start + facts_bytes], data[start + facts_bytes :]
-    if zlib.crc32(body, zlib.crc32(facts)) != checksum:
+    if CHECKSUM.pack(_checksum(head, facts, body)) != data[start - CHECKSUM.size : start]:
         raise TraceError(f"{name} is damaged: its checksum does not match; copy or record it again")
     try:
         found = json.loads(facts)
@@ -74,3 +77,10 @@ def read(path: str | os.PathLike[str]) -> tuple[np.ndarray, int, dict[str, Any]]
         return rows, int(found["page_bytes"]), dict(found["metadata"])
     except (ValueError, KeyError, TypeError, zlib.error) as error:
         raise TraceError(f"{name} is damaged: {error}; record it again") from None
+
+
+def _checksum(*parts: bytes) -> int:
+    value = 0
+    for part in parts:
+        value = zlib.crc32(part, value)
+    return value

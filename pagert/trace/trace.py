@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from operator import index as whole
@@ -294,7 +295,7 @@ def _disjoint(accesses: Iterable[Access]) -> tuple[Access, ...]:
         by_region.setdefault(access.region, []).append(access)
     for region, ranges in by_region.items():
         bounds = sorted({a.first_page for a in ranges} | {a.first_page + a.page_count for a in ranges})
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in itertools.pairwise(bounds):
             mode: str | None = None
             for _, first, count, one in ranges:
                 if first <= start and end <= first + count:
@@ -339,7 +340,7 @@ def _read_element(element: Any, position: int) -> tuple[dict[int, str], list[int
 
 def _unpack(packed: np.ndarray) -> Iterator[Event]:
     rows = iter(packed.tolist())
-    for kind, mode, region, first, count in rows:
+    for kind, mode, region, _, count in rows:
         if kind == columns.OPERATOR:
             accesses = []
             for _, (of, way, number, start, pages) in zip(range(count), rows):

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import simulate_oracles as oracles
 import pytest
+import simulate_oracles as oracles
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 

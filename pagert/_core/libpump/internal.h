@@ -22,6 +22,8 @@ typedef struct ticket {
     struct ticket *older, *younger; /* in flight */
 } ticket;
 
+enum { LOOK_AHEAD_BACKLOG = 64 }; /* pages that may wait for their fetch to start */
+
 enum { LANE_MEMORY, LANE_FLASH, LANE_COUNT };
 
 /* One engine, the tickets that limit what it gets, and those it refused for now. */

@@ -88,6 +88,13 @@ void pump_drain_released(pagert_pump *pump)
     pump_tell_waiters(pump);
 }
 
+/* Let the policy fetch ahead, beside the compute. */
+static void look_ahead(pagert_pump *pump)
+{
+    if (pagert_look_ahead(pump->core, LOOK_AHEAD_BACKLOG) > 0)
+        pump_kick(pump);
+}
+
 static void lock_core(pagert_pump *pump)
 {
     pthread_mutex_lock(&pump->lock);
@@ -280,6 +287,7 @@ int pagert_pump_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
         outcome = settle_pin(pump, pin, wait_pin(pump, pin, timeout_ns));
     else if (outcome == 1)
         pump_tell_waiters(pump);
+    look_ahead(pump);
     unlock_core(pump);
     return outcome;
 }
@@ -302,6 +310,7 @@ int pagert_pump_unpin(pagert_pump *pump, pagert_pin *pin)
     if (pump->held_back != NULL)
         retry_held_back(pump);
     pump_tell_waiters(pump);
+    look_ahead(pump);
     if (pump->oldest == NULL && !pagert_is_idle(pump->core))
         pump_kick(pump); /* nothing in flight would do it */
     unlock_core(pump);

@@ -168,8 +168,10 @@ static bool drive(pagert_pump *pump)
     ticket *ended[LANE_COUNT * REAP_MAX];
     int count = 0;
     pump_drain_released(pump);
-    if (!pump->stopping)
+    if (!pump->stopping) {
+        (void)pagert_look_ahead(pump->core, LOOK_AHEAD_BACKLOG);
         take_transfers(pump);
+    }
     pthread_mutex_unlock(&pump->lock);
     for (uint32_t index = 0; index < LANE_COUNT; index++)
         if (pump->lanes[index].engine.submit != NULL)
