@@ -73,10 +73,11 @@ void pagert_pump_wait_change(pagert_pump *pump, uint64_t seen, uint64_t timeout_
 int pagert_pump_prefetch(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes);
 
 /* Wait until a range has left the device, or until every dirty page is written back. 1: done. 0: not yet
- * after `timeout_ns`, call again. Negative: an error; `failure` (may be NULL) says which transfer. */
+ * after `timeout_ns`: call again, with `again` set. Negative: an error; `failure` (may be NULL) says which
+ * transfer. */
 int pagert_pump_evict(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
-                      uint64_t timeout_ns, pagert_failure *failure);
-int pagert_pump_flush(pagert_pump *pump, uint64_t timeout_ns, pagert_failure *failure);
+                      int again, uint64_t timeout_ns, pagert_failure *failure);
+int pagert_pump_flush(pagert_pump *pump, int again, uint64_t timeout_ns, pagert_failure *failure);
 
 int pagert_pump_locate(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
                        pagert_residency *residency);

@@ -45,8 +45,8 @@ cdef extern from "pagert/pump.h" nogil:
     int pagert_pump_prefetch(pagert_pump *pump, pagert_region region, uint64_t offset_bytes,
                              uint64_t size_bytes)
     int pagert_pump_evict(pagert_pump *pump, pagert_region region, uint64_t offset_bytes,
-                          uint64_t size_bytes, uint64_t timeout_ns, pagert_failure *failure)
-    int pagert_pump_flush(pagert_pump *pump, uint64_t timeout_ns, pagert_failure *failure)
+                          uint64_t size_bytes, int again, uint64_t timeout_ns, pagert_failure *failure)
+    int pagert_pump_flush(pagert_pump *pump, int again, uint64_t timeout_ns, pagert_failure *failure)
     int pagert_pump_locate(pagert_pump *pump, pagert_region region, uint64_t offset_bytes,
                            uint64_t size_bytes, pagert_residency *residency)
 

@@ -601,6 +601,7 @@ cdef class Pump:
     cdef int write_down(self, pagert_region *region, uint64_t offset_bytes, uint64_t size_bytes,
                         str what) except -1:
         cdef int outcome
+        cdef int again = False
         cdef double started = now()
         cdef bint warned = False
         cdef pagert_failure failure
@@ -613,9 +614,10 @@ cdef class Pump:
                 with nogil:
                     if region:
                         outcome = pagert_pump_evict(self.handle, region[0], offset_bytes, size_bytes,
-                                                    SLICE_NS, &failure)
+                                                    again, SLICE_NS, &failure)
                     else:
-                        outcome = pagert_pump_flush(self.handle, SLICE_NS, &failure)
+                        outcome = pagert_pump_flush(self.handle, again, SLICE_NS, &failure)
+                again = True
                 if outcome == 1:
                     return 0
                 if outcome < 0:

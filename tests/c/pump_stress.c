@@ -420,7 +420,8 @@ static void call_range(client *c, owned_region *r)
         REQUIRE(code == 0 || is_failure(c, code));
         break;
     case 1:
-        code = pagert_pump_evict(c->pump, r->region, offset_bytes, size_bytes, SECOND_NS / 50, &failure);
+        code = pagert_pump_evict(c->pump, r->region, offset_bytes, size_bytes,
+                                 chance(&c->random_state, 50), SECOND_NS / 50, &failure);
         /* Other clients' pins may need the way first, and a pin that was put aside may still hold it. */
         REQUIRE(code >= 0 || code == PAGERT_E_STATE || is_failure(c, code));
         break;
@@ -437,7 +438,7 @@ static void look(client *c)
     pagert_failure failure;
     pagert_pump_state state;
     if (chance(&c->random_state, 30)) {
-        int code = pagert_pump_flush(c->pump, SECOND_NS / 50, &failure);
+        int code = pagert_pump_flush(c->pump, chance(&c->random_state, 50), SECOND_NS / 50, &failure);
         REQUIRE(code >= 0 || is_failure(c, code));
     }
     pagert_pump_get_state(c->pump, &state);

@@ -345,15 +345,17 @@ int pagert_pump_prefetch(pagert_pump *pump, pagert_region region, uint64_t offse
 /* Ask again after each change until nothing remains. 1: done. 0: the time is over. */
 typedef int64_t attempt(pagert_pump *pump, const void *what, pagert_failure *failure);
 
-static int repeat(pagert_pump *pump, attempt *again, const void *what, uint64_t timeout_ns,
+static int repeat(pagert_pump *pump, attempt *try, const void *what, int again, uint64_t timeout_ns,
                   pagert_failure *failure)
 {
     uint64_t deadline_ns = deadline_after(timeout_ns);
     char me;
     lock_core(pump);
     int64_t remaining;
+    if (!again) /* an earlier call left at its first failure: others of its pages may have failed since */
+        (void)try(pump, what, failure);
     do {
-        remaining = again(pump, what, failure);
+        remaining = try(pump, what, failure);
         pump->kicked = true;
     } while (remaining > 0 && pump_step(pump, &me, deadline_ns));
     pump_leave(pump, &me);
@@ -379,15 +381,15 @@ static int64_t flush(pagert_pump *pump, const void *what, pagert_failure *failur
 }
 
 int pagert_pump_evict(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
-                      uint64_t timeout_ns, pagert_failure *failure)
+                      int again, uint64_t timeout_ns, pagert_failure *failure)
 {
     range what = {region, offset_bytes, size_bytes};
-    return repeat(pump, evict, &what, timeout_ns, failure);
+    return repeat(pump, evict, &what, again, timeout_ns, failure);
 }
 
-int pagert_pump_flush(pagert_pump *pump, uint64_t timeout_ns, pagert_failure *failure)
+int pagert_pump_flush(pagert_pump *pump, int again, uint64_t timeout_ns, pagert_failure *failure)
 {
-    return repeat(pump, flush, NULL, timeout_ns, failure);
+    return repeat(pump, flush, NULL, again, timeout_ns, failure);
 }
 
 int pagert_pump_locate(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
