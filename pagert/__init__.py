@@ -22,6 +22,7 @@ from pagert.errors import (
     PagerClosed,
     PagertError,
     TierFull,
+    TraceError,
     TransferError,
     TransferTimeout,
     UnsupportedOperator,
@@ -31,7 +32,9 @@ from pagert.stats import Stats, TierStats
 
 if TYPE_CHECKING:
     from pagert.pager import Pager
+    from pagert.simulation import Simulation, simulate
     from pagert.tensor import PagedTensor
+    from pagert.trace import Trace
 
 __version__ = "0.1.0"
 
@@ -45,14 +48,18 @@ __all__ = [
     "Pager",
     "PagerClosed",
     "PagertError",
+    "Simulation",
     "Stats",
     "TierFull",
     "TierStats",
+    "Trace",
+    "TraceError",
     "TransferError",
     "TransferTimeout",
     "UnsupportedOperator",
     "UnsupportedTensor",
     "get_include",
+    "simulate",
 ]
 
 
@@ -83,4 +90,12 @@ def __getattr__(name: str) -> Any:
         from pagert.tensor import PagedTensor
 
         return PagedTensor
+    if name == "Trace":
+        from pagert.trace import Trace
+
+        return Trace
+    if name in ("Simulation", "simulate"):
+        from pagert import simulation
+
+        return getattr(simulation, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ from pagert.errors import ConfigurationError, ConfigurationTypeError
 
 __all__ = ["POLICIES", "Config", "format_bytes", "parse_bytes"]
 
-POLICIES = ("lru",)
+POLICIES = ("lru", "lookahead")
 """Eviction policies by name; the one list that validation, messages and the command line use."""
 
 DirectMode = Literal["auto", "require", "off"]

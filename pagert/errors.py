@@ -11,6 +11,7 @@ __all__ = [
     "PagerClosed",
     "PagertError",
     "TierFull",
+    "TraceError",
     "TransferError",
     "TransferTimeout",
     "UnsupportedOperator",
@@ -40,6 +41,10 @@ class OutOfFrames(PagertError, MemoryError):
 
 class TierFull(PagertError, MemoryError):
     """Dirty pages must leave the device, and no lower tier has room for them. Nothing is lost."""
+
+
+class TraceError(PagertError, ValueError):
+    """A file that is no trace, is truncated or of another version; or events that make no sense."""
 
 
 class TransferError(PagertError, OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from .errors import ConfigurationError
 from .runtime import Runtime
 from .tensor.paged_tensor import PagedTensor, check_wrappable
+from .trace import Trace
+from .trace.recording import record
 from .training import modules
 
 __all__ = ["Pager"]
@@ -153,6 +156,40 @@ class Pager(Runtime):
         self._check_open("pager.unpage_")
         modules.unpage_module(self, module)
         return module
+
+    def trace(self, metadata: dict[str, Any] | None = None) -> AbstractContextManager[Trace]:
+        """Record what operators need, and which regions come and go, inside a with block.
+
+        The trace is filled when the block ends. Steps of any optimizer are marked. Pages that a `resident()` block
+        holds count as used when it begins.
+
+        Parameters
+        ----------
+        metadata : dict, optional
+            Kept with the trace: text, numbers, lists and mappings of them.
+
+        Returns
+        -------
+        context manager
+            It gives the `pagert.Trace`, for `pagert.simulate` or `Trace.save`.
+
+        Raises
+        ------
+        PagertError
+            A trace of this pager is being recorded already.
+
+        Examples
+        --------
+        >>> import torch, pagert
+        >>> with pagert.Pager(device="cpu", device_bytes="1MiB", host_bytes="4MiB") as pager:
+        ...     with pager.trace() as trace:
+        ...         total = pager.tensor(torch.ones(4)).sum()
+        >>> trace.region_count, trace.operator_count
+        (1, 2)
+        """
+        self._check_open("pager.trace")
+        facts = {"device_bytes": self.config.device_bytes, **(metadata or {})}
+        return record(self.pump, facts)
 
 
 def _plain(tensor: PagedTensor) -> torch.Tensor:

@@ -18,10 +18,10 @@ HEADERS = ROOT / "include" / "pagert"
 LAYERS = [
     {"errors", "config", "stats"},
     {"_core", "engines"},
-    {"runtime"},
-    {"tensor"},
+    {"runtime", "trace"},
+    {"tensor", "simulation"},
     {"training"},
-    {"pager", "simulate", "trace"},
+    {"pager"},
     {"__init__"},
     {"cli", "finetune", "__main__"},
 ]

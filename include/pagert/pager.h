@@ -60,7 +60,8 @@ typedef struct pagert_pager pagert_pager;
 typedef struct pagert_policy pagert_policy;
 
 /* Eviction policies. */
-const pagert_policy *pagert_policy_lru(void);
+const pagert_policy *pagert_policy_lru(void);       /* least recently used */
+const pagert_policy *pagert_policy_lookahead(void); /* learns the step, evicts what is used furthest ahead */
 
 typedef struct pagert_config {
     uint64_t page_bytes;                     /* a power of two, a multiple of 4096 */
@@ -151,6 +152,12 @@ int pagert_unpin(pagert_pager *pager, pagert_pin *pin);
 /* Start the fetch of a range, evicting as a pin would, without holding it. A hint: 1 if everything is
  * resident or on its way, 0 if there was no room, or an error as for a pin. */
 int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes);
+
+/* Start the fetch of what the policy expects next, nearest use first, never evicting a page that is needed
+ * sooner, while fewer than `backlog_max` pages wait for their fetch to start. How many pages were started;
+ * 0 with a policy that expects nothing. Call it when a pin was granted or let go of and when a transfer has
+ * completed. */
+uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max);
 
 /* Leave the device: start eviction of the range's unheld pages. Returns how many pages of the range
  * are still on the device; call again after transfers completed until it is 0. PAGERT_E_STATE where a

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The pump carries the core's transfers out: it takes them from libpager, gives them to the engines and
- * reports their completions, on a thread of its own beside the compute. It is the one place where the
- * core's lock lives: every call below may be made from any thread, and none of them needs the GIL.
+ * reports their completions, on a thread of its own beside the compute, or on a thread that waits in a call
+ * anyway. It is the one place where the core's lock lives: every call below may be made from any thread,
+ * and none of them needs the GIL. An engine is called by one thread at a time, but not always the same.
  *
  * Waits take a time limit and return when it is over, so that the caller can look for Ctrl-C and for its
  * own deadline, and call again.
@@ -31,11 +32,17 @@ typedef struct pagert_pump_options {
     uint32_t flash_depth;
 } pagert_pump_options;
 
-int pagert_pump_open(const pagert_pump_options *options, pagert_pump **pump); /* 0, -errno or PAGERT_E_* */
+/* 0 or -errno; -EINVAL: the options do not make sense. Never one of PAGERT_E_*, whose numbers overlap. */
+int pagert_pump_open(const pagert_pump_options *options, pagert_pump **pump);
 
-/* Stop the thread after the transfers in flight have come back, then free everything. No call may be under
- * way. 0, or -ETIMEDOUT: an engine still has requests after `timeout_ns`; nothing is freed, call again. */
-int pagert_pump_close(pagert_pump *pump, uint64_t timeout_ns);
+/* Start no transfer any more, and wait until those in flight have come back. 0, or -ETIMEDOUT: an engine
+ * still has requests after `timeout_ns`. Calls that wait for transfers go on waiting: resume() lets the
+ * pump go on, after either result. */
+int pagert_pump_stop(pagert_pump *pump, uint64_t timeout_ns);
+void pagert_pump_resume(pagert_pump *pump);
+
+/* Free everything. stop() has returned 0, and no other call is under way. */
+void pagert_pump_close(pagert_pump *pump);
 
 /* As pagert_reserve() and pagert_release(). */
 int pagert_pump_reserve(pagert_pump *pump, uint64_t size_bytes, pagert_region *region);
@@ -51,23 +58,26 @@ typedef struct pagert_release_node {
 } pagert_release_node;
 void pagert_pump_release_later(pagert_pump *pump, pagert_release_node *node);
 
-/* Start a pin and wait up to `timeout_ns` for it. 1: ready. 0: still pending, go on with _wait(). Negative:
- * the pin's failure, nothing is held any more. PAGERT_E_FRAMES comes at once, without waiting. */
+/* Start a pin and wait up to `timeout_ns` for it. 1: ready. 0: still pending, go on with _wait(): only from
+ * then on its transfers are sure to start. Negative: the pin's failure, nothing is held any more. */
 int pagert_pump_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns);
 int pagert_pump_pin_wait(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns);
 int pagert_pump_unpin(pagert_pump *pump, pagert_pin *pin);
 
-/* Wait until a pin was let go or a transfer completed, or the time is over. */
-void pagert_pump_wait_change(pagert_pump *pump, uint64_t timeout_ns);
+/* Wait until something happened since `seen` was the number of changes: a pin became ready or was let go of,
+ * a region was released, transfers completed. Or the time is over. */
+uint64_t pagert_pump_changes(const pagert_pump *pump);
+void pagert_pump_wait_change(pagert_pump *pump, uint64_t seen, uint64_t timeout_ns);
 
 /* Start the fetch of a range without waiting or holding. 0 or an error as for a pin. */
 int pagert_pump_prefetch(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes);
 
 /* Wait until a range has left the device, or until every dirty page is written back. 1: done. 0: not yet
- * after `timeout_ns`, call again. Negative: an error; `failure` (may be NULL) says which transfer. */
+ * after `timeout_ns`: call again, with `again` set. Negative: an error; `failure` (may be NULL) says which
+ * transfer. */
 int pagert_pump_evict(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
-                      uint64_t timeout_ns, pagert_failure *failure);
-int pagert_pump_flush(pagert_pump *pump, uint64_t timeout_ns, pagert_failure *failure);
+                      int again, uint64_t timeout_ns, pagert_failure *failure);
+int pagert_pump_flush(pagert_pump *pump, int again, uint64_t timeout_ns, pagert_failure *failure);
 
 int pagert_pump_locate(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
                        pagert_residency *residency);
@@ -81,7 +91,9 @@ typedef struct pagert_pump_state {
     uint64_t stall_ns;          /* time that callers spent waiting in pin and pin_wait */
     uint64_t oldest_request_ns; /* age of the oldest request in flight; 0 if none */
     uint32_t oldest_link;       /* its link; PAGERT_LINK_COUNT if none */
-    pagert_failure last_failure; /* of the last transfer that failed; result 0 if none did */
+    uint64_t oldest_bytes;      /* its size */
+    pagert_transfer last_failed; /* the last transfer that failed; page_count 0 if none did */
+    int32_t last_failed_result;
     uint64_t last_failed_offset; /* in the flash file, where it was a flash transfer */
 } pagert_pump_state;
 void pagert_pump_get_state(pagert_pump *pump, pagert_pump_state *state);

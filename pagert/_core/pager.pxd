@@ -43,6 +43,7 @@ cdef extern from "pagert/pager.h" nogil:
         pass
 
     const pagert_policy *pagert_policy_lru()
+    const pagert_policy *pagert_policy_lookahead()
 
     ctypedef struct pagert_config:
         uint64_t page_bytes
@@ -103,6 +104,8 @@ cdef extern from "pagert/pager.h" nogil:
 
     int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
                         uint64_t size_bytes)
+
+    uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max)
 
     int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
                          uint64_t size_bytes, pagert_failure *failure)

@@ -189,7 +189,9 @@ cdef int64_t check_failure(int64_t code, const pagert_failure *failure) except? 
 cdef const pagert_policy *_policy(str name) except NULL:
     if name == "lru":
         return pagert_policy_lru()
-    raise ValueError(f"no policy is called {name!r}; there is 'lru'")
+    if name == "lookahead":
+        return pagert_policy_lookahead()
+    raise ValueError(f"no policy is called {name!r}; there are 'lru' and 'lookahead'")
 
 
 cdef int _fill_config(pagert_config *config, page_bytes, page_count, device_frames, host_frames,
@@ -268,6 +270,10 @@ cdef class Core:
     def prefetch(self, region, offset_bytes, size_bytes):
         """Start the fetch of a range; whether all of it is resident or on its way."""
         return bool(check(pagert_prefetch(self._pager, _region(region), offset_bytes, size_bytes)))
+
+    def look_ahead(self, backlog_max):
+        """Start the fetch of what the policy expects; how many pages were started."""
+        return pagert_look_ahead(self._pager, backlog_max)
 
     def evict(self, region, offset_bytes, size_bytes):
         """Start eviction of a range; how many of its pages are still on the device."""

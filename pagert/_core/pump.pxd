@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Mirrors include/pagert/pump.h: same names, same order. Then the classes that own its handles.
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
 
 from pagert._core.flash cimport CopyEngine, FlashFile, pagert_engine
 from pagert._core.pager cimport (
     PAGERT_LINK_COUNT, PAGERT_TIER_COUNT, pagert_access, pagert_config, pagert_counters, pagert_failure,
-    pagert_pin, pagert_region, pagert_residency, pagert_usage,
+    pagert_pin, pagert_region, pagert_residency, pagert_transfer, pagert_usage,
 )
 
 cdef extern from "pagert/pump.h" nogil:
@@ -23,7 +23,9 @@ cdef extern from "pagert/pump.h" nogil:
         uint32_t flash_depth
 
     int pagert_pump_open(const pagert_pump_options *options, pagert_pump **pump)
-    int pagert_pump_close(pagert_pump *pump, uint64_t timeout_ns)
+    int pagert_pump_stop(pagert_pump *pump, uint64_t timeout_ns)
+    void pagert_pump_resume(pagert_pump *pump)
+    void pagert_pump_close(pagert_pump *pump)
 
     int pagert_pump_reserve(pagert_pump *pump, uint64_t size_bytes, pagert_region *region)
     int pagert_pump_release(pagert_pump *pump, pagert_region region)
@@ -37,13 +39,14 @@ cdef extern from "pagert/pump.h" nogil:
     int pagert_pump_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
     int pagert_pump_pin_wait(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
     int pagert_pump_unpin(pagert_pump *pump, pagert_pin *pin)
-    void pagert_pump_wait_change(pagert_pump *pump, uint64_t timeout_ns)
+    uint64_t pagert_pump_changes(const pagert_pump *pump)
+    void pagert_pump_wait_change(pagert_pump *pump, uint64_t seen, uint64_t timeout_ns)
 
     int pagert_pump_prefetch(pagert_pump *pump, pagert_region region, uint64_t offset_bytes,
                              uint64_t size_bytes)
     int pagert_pump_evict(pagert_pump *pump, pagert_region region, uint64_t offset_bytes,
-                          uint64_t size_bytes, uint64_t timeout_ns, pagert_failure *failure)
-    int pagert_pump_flush(pagert_pump *pump, uint64_t timeout_ns, pagert_failure *failure)
+                          uint64_t size_bytes, int again, uint64_t timeout_ns, pagert_failure *failure)
+    int pagert_pump_flush(pagert_pump *pump, int again, uint64_t timeout_ns, pagert_failure *failure)
     int pagert_pump_locate(pagert_pump *pump, pagert_region region, uint64_t offset_bytes,
                            uint64_t size_bytes, pagert_residency *residency)
 
@@ -56,20 +59,37 @@ cdef extern from "pagert/pump.h" nogil:
         uint64_t stall_ns
         uint64_t oldest_request_ns
         uint32_t oldest_link
-        pagert_failure last_failure
+        uint64_t oldest_bytes
+        pagert_transfer last_failed
+        int32_t last_failed_result
         uint64_t last_failed_offset
     void pagert_pump_get_state(pagert_pump *pump, pagert_pump_state *state)
     void pagert_pump_reset_counters(pagert_pump *pump)
     int pagert_pump_check(pagert_pump *pump)
 
 
+# A call that may wait, or a pin from its start to its release.
+cdef struct user:
+    unsigned long thread
+    bint ready                  # a pin that is held
+    bint for_frames             # waits until other threads let go of frames; holds none by itself
+    user *older
+    user *younger
+
 # A pin with what the pump's owner needs beside it; `pin` comes first, so that both share an address.
 cdef struct held_pin:
     pagert_pin pin
-    unsigned long thread
-    held_pin *older
-    held_pin *younger
+    user user
     pagert_access accesses[1]   # as many as the pin has
+
+
+# A device arena, for what happens to it in a fork.
+cdef struct forkable:
+    uintptr_t address
+    size_t size_bytes
+    user **pins
+    forkable *older
+    forkable *younger
 
 
 cdef class Arena:
@@ -77,6 +97,11 @@ cdef class Arena:
     cdef size_t mapping_bytes
     cdef readonly unsigned long long address
     cdef readonly size_t size_bytes
+    cdef unsigned long process  # count of forks when it was made
+
+    cdef void give_back(self) noexcept
+
+cdef class Region
 
 cdef class Pump:
     cdef pagert_pump *handle    # owned; NULL once closed
@@ -87,22 +112,37 @@ cdef class Pump:
     cdef readonly uint64_t page_bytes
     cdef uint32_t device_frames
     cdef double warn_seconds, deadline_seconds
-    cdef int calls              # under way in some thread: close() waits for them
-    cdef bint closing
+    cdef bint closing           # refuse new calls, end those that wait
+    cdef bint hangs             # an engine did not give its requests back before the deadline
     cdef unsigned long process  # count of forks when it was opened
-    cdef held_pin *pins         # pins that are held, the youngest first
+    cdef user *calls            # under way in some thread: close() waits for them
+    cdef user *pins             # held, or on their way to be; the youngest first
+    cdef uint64_t releases      # counts those that left `pins`
+    cdef forkable *forks        # owned
+    cdef public list recorder   # where set: what operators need and regions that come and go, in order
+    cdef uint64_t region_count  # regions so far: the number of the next one
 
+    cdef bint stop_quietly(self)
+    cdef void leave_forks(self) noexcept
+    cdef void forget(self, held_pin *held) noexcept
+    cdef void let_go(self, held_pin *held) noexcept
     cdef int enter(self) except -1
+    cdef int own(self, Region region) except -1
     cdef bint others_hold(self) noexcept
     cdef int wait(self, str what, double *started, bint *warned) except -1
     cdef int hold(self, held_pin *held) except -1
+    cdef int wait_for(self, held_pin *held, int outcome, uint64_t releases) except -1
+    cdef int write_down(self, pagert_region *region, uint64_t offset_bytes, uint64_t size_bytes,
+                        str what) except -1
     cdef int refuse(self, int code, const pagert_pin *pin, const pagert_failure *failure) except -1
+    cdef int note(self, list regions, held_pin *held) except -1
 
 cdef class Region:
     cdef pagert_region handle
     cdef pagert_release_node *node   # owned until it is given to the pump
     cdef readonly Pump pump
     cdef readonly uint64_t size_bytes
+    cdef uint64_t serial             # its number in the order of reservation; for recorders
 
 cdef class Pin:
     cdef held_pin *held              # owned; NULL once released

@@ -57,12 +57,20 @@ class Pump:
         warn_seconds: float = 30.0,
         deadline_seconds: float = 600.0,
     ) -> None: ...
+    recorder: list[Any] | None
+    """Where set, each event is appended, in order: for a pin that is ready the list of its (region's number,
+    region's size_bytes, offset_bytes, size_bytes, mode), for a region that is reserved (number, size_bytes), for one
+    that is collected its number."""
+
     @property
     def arena(self) -> Arena: ...
     @property
     def page_bytes(self) -> int: ...
     @property
     def closed(self) -> bool: ...
+    @property
+    def flash_info(self) -> dict[str, Any] | None:
+        """What was found out about the flash file, and its folder; None without a flash tier."""
     def reserve(self, size_bytes: int) -> Region: ...
     def pin(self, accesses: Sequence[tuple[Region, int, int, int]]) -> Pin:
         """Hold (region, offset_bytes, size_bytes, mode) ranges, all at once. Blocks until resident.

@@ -6,7 +6,8 @@ The GIL is held for the core's decisions, which take microseconds, and released 
 take no lock: they leave a node for the pump to find.
 """
 
-from libc.errno cimport EBADMSG, ETIMEDOUT, errno
+cimport cython
+from libc.errno cimport EBADMSG, EINVAL, ENOMEM, ETIMEDOUT, errno
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
@@ -14,11 +15,12 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.pythread cimport PyThread_get_thread_ident
+from cpython.ref cimport Py_XINCREF, PyObject
 
 from pagert._core.pager cimport (
     PAGERT_DEVICE, PAGERT_E_FRAMES, PAGERT_E_FULL, PAGERT_E_PAGES, PAGERT_E_STALE, PAGERT_E_STATE,
     PAGERT_E_TRANSFER, PAGERT_FLASH, PAGERT_HOST, PAGERT_OVERWRITE, PAGERT_READ, PAGERT_UPDATE,
-    pagert_policy_lru,
+    pagert_policy_lookahead, pagert_policy_lru,
 )
 
 import logging
@@ -42,7 +44,7 @@ cdef extern from "sys/mman.h" nogil:
     int munmap(void *address, size_t length)
     int madvise(void *address, size_t length, int advice)
     const int PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE
-    const int MADV_HUGEPAGE, MADV_DONTFORK
+    const int MADV_HUGEPAGE, MADV_DONTNEED, MADV_DONTFORK, MADV_DOFORK
     void *MAP_FAILED
 
 READ = <object>PAGERT_READ
@@ -51,22 +53,36 @@ OVERWRITE = <object>PAGERT_OVERWRITE
 
 cdef size_t HUGE_PAGE_BYTES = 2 << 20
 cdef uint64_t SLICE_NS = 50_000_000       # a wait looks for Ctrl-C this often
-cdef uint64_t CLOSE_SLICE_NS = 1_000_000_000
 cdef uint32_t MEMORY_DEPTH = 16           # copies in flight; each is cut among the copy threads anyway
 LINKS = ("fill of a zero page", "move within the device tier", "copy from host to device",
          "read from flash to device", "read from flash to host", "copy from device to host",
          "write from device to flash", "write from host to flash")
+CLOSE = "close()"
 _log = logging.getLogger("pagert")
+
+# Forks. A child has neither the threads nor the rings, and must not double the arenas by copying on write:
+# it gets no arena at all, unless an operator or a resident() block holds some of it at that moment. Then
+# the plain tensors that look at it stay valid in the child too.
 
 cdef unsigned long fork_count = 0
 
+cdef forkable *forkables = NULL
 
-def _count_fork():
-    global fork_count
+
+def _before_fork():
+    cdef forkable *one = forkables
+    while one:
+        madvise(<void *>one.address, one.size_bytes, MADV_DOFORK if one.pins[0] else MADV_DONTFORK)
+        one = one.older
+
+
+def _after_fork_in_child():
+    global fork_count, forkables
     fork_count += 1
+    forkables = NULL
 
 
-os.register_at_fork(after_in_child=_count_fork)
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
 cdef double now() noexcept nogil:
@@ -99,29 +115,46 @@ cdef class Arena:
                               "lower device_bytes or host_bytes")
         self.address = (<uintptr_t>self.mapping + HUGE_PAGE_BYTES - 1) & ~(HUGE_PAGE_BYTES - 1)
         self.size_bytes = size_bytes
+        self.process = fork_count
         madvise(<void *><uintptr_t>self.address, size_bytes, MADV_HUGEPAGE)  # refused: ordinary OS pages
 
     def __dealloc__(self):
-        if self.mapping:
+        # In a forked child something else may lie there by now.
+        if self.mapping and self.process == fork_count:
             munmap(self.mapping, self.mapping_bytes)
+
+    cdef void give_back(self) noexcept:
+        """Drop the contents. The addresses stay valid for the storage that was made of them."""
+        if self.process == fork_count:
+            madvise(<void *><uintptr_t>self.address, self.size_bytes, MADV_DONTNEED)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyBuffer_FillInfo(buffer, self, <void *><uintptr_t>self.address, self.size_bytes, 0, flags)
 
 
+# None of these can be part of a cycle of references. The garbage collector must not clear their attributes
+# before they are deallocated, which needs them.
+
+@cython.no_gc
 cdef class Region:
     """A range of virtual pages that backs one storage. Released when collected, without a lock."""
 
     def __dealloc__(self):
         if not self.node:
             return
-        if self.pump is not None and self.pump.handle:
+        if self.pump.handle:
+            if self.pump.recorder is not None:
+                try:
+                    self.pump.recorder.append(self.serial)
+                except MemoryError:
+                    pass  # a trace in which this region never goes
             self.node.region = self.handle
             pagert_pump_release_later(self.pump.handle, self.node)
         else:
             free(self.node)
 
 
+@cython.no_gc
 cdef class Pin:
     """Ranges that are held resident until `release()`; idempotent. Also a context manager."""
 
@@ -131,15 +164,16 @@ cdef class Pin:
         if not held:
             return
         self.held = NULL
-        unlink(self.pump, held)
-        if self.pump.handle:
-            pagert_pump_unpin(self.pump.handle, &held.pin)
+        self.pump.let_go(held)
         free(held)
         self.regions = None
 
     def __dealloc__(self):
-        if self.held and self.pump.handle:
-            unlink(self.pump, self.held)
+        if not self.held:
+            free(self.node)
+            return
+        self.pump.forget(self.held)
+        if self.pump.handle:
             self.node.pin = &self.held.pin
             pagert_pump_release_later(self.pump.handle, self.node)
         else:
@@ -153,15 +187,30 @@ cdef class Pin:
         self.release()
 
 
-cdef void unlink(Pump pump, held_pin *held) noexcept:
-    if held.older:
-        held.older.younger = held.younger
-    if held.younger:
-        held.younger.older = held.older
-    elif pump.pins == held:
-        pump.pins = held.older
+cdef void global_set_forkables(forkable *youngest) noexcept:
+    global forkables
+    forkables = youngest
 
 
+cdef void link(user **youngest, user *one) noexcept:
+    one.thread = PyThread_get_thread_ident()
+    one.younger = NULL
+    one.older = youngest[0]
+    if one.older:
+        one.older.younger = one
+    youngest[0] = one
+
+
+cdef void unlink(user **youngest, user *one) noexcept:
+    if one.older:
+        one.older.younger = one.younger
+    if one.younger:
+        one.younger.older = one.older
+    else:
+        youngest[0] = one.older
+
+
+@cython.no_gc
 cdef class Pump:
     """The core, its lock, its thread and its arenas. See include/pagert/pump.h."""
 
@@ -172,8 +221,8 @@ cdef class Pump:
         cdef pagert_pump_options options
         cdef int code
         memset(&options, 0, sizeof(options))
-        if policy != "lru":
-            raise ConfigurationError(f"policy is {policy!r}; allowed: 'lru'")
+        if policy not in ("lru", "lookahead"):
+            raise ConfigurationError(f"policy is {policy!r}; allowed: 'lru', 'lookahead'")
         self.page_bytes = page_bytes
         self.device_frames = device_frames
         self.warn_seconds = warn_seconds
@@ -185,7 +234,8 @@ cdef class Pump:
         options.config.frame_count[<int>PAGERT_DEVICE] = device_frames
         options.config.frame_count[<int>PAGERT_HOST] = host_frames
         options.config.transfer_pages_max = transfer_pages_max
-        options.config.policy = pagert_policy_lru()
+        options.config.policy = (
+            pagert_policy_lru() if policy == "lru" else pagert_policy_lookahead())
         options.device_arena = <void *><uintptr_t>self.arena.address
         if host_frames:
             self.host_arena = Arena(page_bytes * host_frames)
@@ -201,23 +251,92 @@ cdef class Pump:
                 self.flash = flash
                 options.flash_depth = flash.facts.depth
             code = pagert_pump_open(&options, &self.handle)
+            if code == -EINVAL:
+                frames = [options.config.frame_count[i] for i in range(PAGERT_TIER_COUNT)]
+                raise ConfigurationError(
+                    f"the core refuses page_bytes={page_bytes}, page_count={page_count}, "
+                    f"frames={frames}, transfer_pages_max={transfer_pages_max}; page_bytes is a power of "
+                    "two from 4096 on, and the device and one more tier have frames")
+            if code == -ENOMEM:
+                raise MemoryError(f"no memory for the page table of {page_count} pages; lower flash_bytes "
+                                  "or raise page_bytes")
             if code < 0:
-                raise PagertError(f"the pump cannot start: code {code}")
+                raise OSError(-code, f"the pump cannot start: {os.strerror(-code)}; raise the limit for "
+                                     "threads (ulimit -u) or for open files (ulimit -n)")
         except BaseException:
             self.handle = NULL
             self.close_engines()
             raise
+        self.forks = <forkable *>calloc(1, sizeof(forkable))
+        if self.forks:  # without it the arena is never in a child
+            self.forks.address = self.arena.address
+            self.forks.size_bytes = self.arena.size_bytes
+            self.forks.pins = &self.pins
+            self.forks.older = forkables
+            if forkables:
+                forkables.younger = self.forks
+            global_set_forkables(self.forks)
 
     def __dealloc__(self):
-        # Nobody can reach it any more, and its regions are gone. What is in flight comes back first; in a
-        # forked child neither the thread nor the requests exist.
-        if self.handle and self.process == fork_count:
+        # Nobody can reach it any more, and its regions are gone. In a forked child neither the thread nor
+        # the requests exist, and the arenas are not its own.
+        if self.process != fork_count:
+            return
+        self.leave_forks()
+        if self.handle and not self.stop_quietly():
+            # The kernel may still write to the arenas: they, the engines and the thread stay for good.
+            for kept in (self.arena, self.host_arena, self.copy_engine, self.flash):
+                Py_XINCREF(<PyObject *>kept)
+            return
+        if self.handle:
             with nogil:
-                while pagert_pump_close(self.handle, CLOSE_SLICE_NS) == -ETIMEDOUT:
-                    pass
+                pagert_pump_close(self.handle)
             self.handle = NULL
-        if self.process == fork_count:
-            self.close_engines()
+        self.close_engines()
+
+    cdef bint stop_quietly(self):
+        """Stop without an exception: within the deadline, or at once where it has passed before."""
+        cdef double started = now()
+        cdef double limit = 0 if self.hangs else self.deadline_seconds
+        cdef int code
+        try:
+            while True:
+                with nogil:
+                    code = pagert_pump_stop(self.handle, SLICE_NS)
+                if code == 0:
+                    return True
+                PyErr_CheckSignals()
+                if now() - started >= limit:
+                    break
+        except BaseException:
+            pass  # a finalizer has nobody to raise to
+        if _log is not None:  # not at the interpreter's very end
+            _log.error("a pager was dropped with requests in flight that did not come back within "
+                       "deadline_seconds=%g; its memory is not given back", limit)
+        return False
+
+    cdef void leave_forks(self) noexcept:
+        cdef forkable *one = self.forks
+        if not one:
+            return
+        self.forks = NULL
+        if one.older:
+            one.older.younger = one.younger
+        if one.younger:
+            one.younger.older = one.older
+        else:
+            global_set_forkables(one.older)
+        free(one)
+
+    cdef void forget(self, held_pin *held) noexcept:
+        unlink(&self.pins, &held.user)
+        self.releases += 1
+
+    cdef void let_go(self, held_pin *held) noexcept:
+        """End a pin that `hold` granted."""
+        self.forget(held)
+        if self.handle and self.process == fork_count:
+            pagert_pump_unpin(self.handle, &held.pin)
 
     def close_engines(self):
         if self.copy_engine is not None:
@@ -248,30 +367,45 @@ cdef class Pump:
                               "its `with` block, or unpage_() what must outlive it")
         return 0
 
+    cdef int own(self, Region region) except -1:
+        """Refuse a region of another pump, or none."""
+        if region is None or region.pump is not self:
+            raise ForeignTensor("tensors of two pagers meet in one operator; copy one of them to the "
+                                "other's pager first")
+        return 0
+
     cdef bint others_hold(self) noexcept:
-        """Whether a thread other than this one holds a pin: then waiting can help."""
+        """Whether a thread that does not wait for frames itself holds a pin: then waiting can help."""
         cdef unsigned long me = PyThread_get_thread_ident()
-        cdef held_pin *held = self.pins
-        while held:
-            if held.thread != me:
-                return True
-            held = held.older
+        cdef user *one = self.pins
+        cdef user *other
+        while one:
+            if one.thread != me and not one.for_frames:
+                other = self.pins
+                while other and not (other.thread == one.thread and other.for_frames):
+                    other = other.older
+                if not other:
+                    return True
+            one = one.older
         return False
 
     cdef int wait(self, str what, double *started, bint *warned) except -1:
-        """Between two slices of a wait: Ctrl-C, the warning and the deadline."""
+        """Between two slices of a wait: Ctrl-C, close(), the warning and the deadline."""
         cdef pagert_pump_state state
         cdef double waited = now() - started[0]
         PyErr_CheckSignals()
+        if self.closing and what is not CLOSE:
+            self.enter()
         if waited < self.warn_seconds and waited < self.deadline_seconds:
             return 0
         if waited >= self.deadline_seconds or not warned[0]:
             pagert_pump_get_state(self.handle, &state)
             oldest = ("nothing is in flight" if state.oldest_link == PAGERT_LINK_COUNT else
                       f"the oldest of {state.in_flight} transfers in flight is a "
-                      f"{LINKS[state.oldest_link]}, {state.oldest_request_ns * 1e-9:.1f} s old")
+                      f"{LINKS[state.oldest_link]} of {_size(state.oldest_bytes)}, "
+                      f"{state.oldest_request_ns * 1e-9:.1f} s old")
             where = "" if self.flash is None else f"; flash lies in {self.flash.folder}"
-            text = f"{what} has waited {waited:.0f} s: {oldest}{where}"
+            text = f"{what} has waited {waited:.3g} s: {oldest}{where}"
             if waited >= self.deadline_seconds:
                 raise TransferTimeout(f"{text}; the limit is deadline_seconds={self.deadline_seconds:g}")
             warned[0] = True
@@ -303,8 +437,10 @@ cdef class Pump:
             folder = None if self.flash is None else self.flash.folder
             number = -failure.result
             reason = ("checksum mismatch, read twice" if number == EBADMSG else os.strerror(number))
-            where = (f" at byte {state.last_failed_offset} of the flash file"
-                     if folder is not None and state.last_failure.page == failure.page else "")
+            where = ""
+            if (folder is not None and state.last_failed.link == failure.link
+                    and failure.page - state.last_failed.first_page < state.last_failed.page_count):
+                where = f" at byte {state.last_failed_offset} of the flash file"
             raise TransferError(number, f"{LINKS[failure.link]} failed{where}: {reason} (used: {tiers}); "
                                         "changed pages stay where they are", folder)
         if code == PAGERT_E_PAGES:
@@ -330,43 +466,64 @@ cdef class Pump:
         region.node = node
         region.pump = self
         region.size_bytes = size_bytes
+        region.serial = self.region_count
+        self.region_count += 1
+        if self.recorder is not None:
+            self.recorder.append((region.serial, size_bytes))
         return region
 
     cdef int hold(self, held_pin *held) except -1:
         """Pin, waiting as long as it takes. On an error nothing is held."""
-        cdef int outcome
-        cdef double started = 0
+        cdef user call
+        cdef uint64_t releases = self.releases
+        self.enter()
+        cdef int outcome = pagert_pump_pin(self.handle, &held.pin, 0)
+        link(&self.pins, &held.user)
+        if outcome != 1:
+            memset(&call, 0, sizeof(call))
+            link(&self.calls, &call)
+            try:
+                self.wait_for(held, outcome, releases)
+            except BaseException:
+                self.forget(held)
+                raise
+            finally:
+                unlink(&self.calls, &call)
+        held.user.ready = True
+        return 0
+
+    cdef int wait_for(self, held_pin *held, int outcome, uint64_t releases) except -1:
+        """`outcome` is the first attempt's; `releases` counted the pins let go of before it."""
+        cdef double started = now()
         cdef bint warned = False
+        cdef uint64_t seen
         cdef pagert_failure failure
-        outcome = pagert_pump_pin(self.handle, &held.pin, 0)
-        if outcome == 1:
-            return 0
-        started = now()
-        self.calls += 1
-        try:
-            while outcome != 1:
-                if outcome == PAGERT_E_FRAMES and self.others_hold():
-                    with nogil:
-                        pagert_pump_wait_change(self.handle, SLICE_NS)
-                    self.wait("an operator that needs frames held by other threads", &started, &warned)
-                    held.pin.state = 0
-                    outcome = pagert_pump_pin(self.handle, &held.pin, 0)
-                elif outcome < 0:
-                    failure = held.pin.failure
-                    self.refuse(outcome, &held.pin, &failure)
-                else:
-                    with nogil:
-                        outcome = pagert_pump_pin_wait(self.handle, &held.pin, SLICE_NS)
-                    if outcome == 0:
-                        try:
-                            self.wait("an operator's operands", &started, &warned)
-                            if self.closing:
-                                self.enter()
-                        except BaseException:
-                            pagert_pump_unpin(self.handle, &held.pin)
-                            raise
-        finally:
-            self.calls -= 1
+        while outcome != 1:
+            if outcome == 0:
+                with nogil:
+                    outcome = pagert_pump_pin_wait(self.handle, &held.pin, SLICE_NS)
+                if outcome == 0 or (outcome == 1 and self.closing):
+                    try:
+                        self.wait("an operator's operands", &started, &warned)
+                    except BaseException:
+                        pagert_pump_unpin(self.handle, &held.pin)
+                        raise
+                continue
+            if outcome != PAGERT_E_FRAMES or held.pin.frames_needed > self.device_frames:
+                failure = held.pin.failure
+                self.refuse(outcome, &held.pin, &failure)
+            held.user.for_frames = True
+            if releases == self.releases:
+                if not self.others_hold():
+                    self.refuse(outcome, &held.pin, NULL)
+                seen = pagert_pump_changes(self.handle)
+                with nogil:
+                    pagert_pump_wait_change(self.handle, seen, SLICE_NS)
+                self.wait("an operator that needs frames held by other threads", &started, &warned)
+            held.user.for_frames = False
+            held.pin.state = 0
+            releases = self.releases
+            outcome = pagert_pump_pin(self.handle, &held.pin, 0)
         return 0
 
     def pin(self, accesses):
@@ -392,84 +549,89 @@ cdef class Pump:
             for i in range(count):
                 owner, offset_bytes, size_bytes, mode = accesses[i]
                 region = owner
-                if region.pump is not self:
-                    raise ForeignTensor("tensors of two pagers meet in one operator; copy one of them to "
-                                        "the other's pager first")
+                self.own(region)
                 regions.append(region)
                 held.accesses[i].region = region.handle
                 held.accesses[i].offset_bytes = offset_bytes
                 held.accesses[i].size_bytes = size_bytes
                 held.accesses[i].mode = mode
-            held.thread = PyThread_get_thread_ident()
             self.hold(held)
-            if not self.handle:
-                self.enter()
         except BaseException:
             free(held)
             raise
+        pin.held = held  # from here on its finalizer lets go
         pin.regions = regions
         pin.device_bytes = tuple([held.accesses[i].device_bytes for i in range(count)])
-        pin.held = held
-        held.older = self.pins
-        if self.pins:
-            self.pins.younger = held
-        self.pins = held
+        if self.recorder is not None:
+            self.note(regions, held)
         return pin
+
+    cdef int note(self, list regions, held_pin *held) except -1:
+        """Append what a pin holds to the recorder's list."""
+        cdef Py_ssize_t i
+        cdef Region region
+        cdef list ranges = []
+        for i in range(len(regions)):
+            region = regions[i]
+            ranges.append((region.serial, region.size_bytes, held.accesses[i].offset_bytes,
+                           held.accesses[i].size_bytes, held.accesses[i].mode))
+        self.recorder.append(ranges)
+        return 0
 
     def prefetch(self, Region region, uint64_t offset_bytes, uint64_t size_bytes):
         """Start the fetch of a range. A hint: does nothing where there is no room. Does not block."""
         cdef int code
         self.enter()
+        self.own(region)
         code = pagert_pump_prefetch(self.handle, region.handle, offset_bytes, size_bytes)
         if code < 0 and code not in (PAGERT_E_FRAMES, PAGERT_E_FULL, PAGERT_E_TRANSFER):
             self.refuse(code, NULL, NULL)
 
     def evict(self, Region region, uint64_t offset_bytes, uint64_t size_bytes):
         """Bring a range to the tiers below. Blocks until it has left the device."""
-        cdef int outcome
-        cdef double started = now()
-        cdef bint warned = False
-        cdef pagert_failure failure
         self.enter()
-        self.calls += 1
-        try:
-            while True:
-                with nogil:
-                    outcome = pagert_pump_evict(self.handle, region.handle, offset_bytes, size_bytes,
-                                                SLICE_NS, &failure)
-                if outcome == 1:
-                    return
-                if outcome < 0:
-                    self.refuse(outcome, NULL, &failure)
-                self.wait("evict()", &started, &warned)
-        finally:
-            self.calls -= 1
+        self.own(region)
+        self.write_down(&region.handle, offset_bytes, size_bytes, "evict()")
 
     def flush(self):
         """Write back every dirty page that no operator holds. Blocks until all are written."""
+        self.enter()
+        self.write_down(NULL, 0, 0, "flush()")
+
+    cdef int write_down(self, pagert_region *region, uint64_t offset_bytes, uint64_t size_bytes,
+                        str what) except -1:
         cdef int outcome
+        cdef int again = False
         cdef double started = now()
         cdef bint warned = False
         cdef pagert_failure failure
-        self.enter()
-        self.calls += 1
+        cdef user call
+        memset(&call, 0, sizeof(call))
+        memset(&failure, 0, sizeof(failure))
+        link(&self.calls, &call)
         try:
             while True:
                 with nogil:
-                    outcome = pagert_pump_flush(self.handle, SLICE_NS, &failure)
+                    if region:
+                        outcome = pagert_pump_evict(self.handle, region[0], offset_bytes, size_bytes,
+                                                    again, SLICE_NS, &failure)
+                    else:
+                        outcome = pagert_pump_flush(self.handle, again, SLICE_NS, &failure)
+                again = True
                 if outcome == 1:
-                    return
+                    return 0
                 if outcome < 0:
                     self.refuse(outcome, NULL, &failure)
-                self.wait("flush()", &started, &warned)
+                self.wait(what, &started, &warned)
         finally:
-            self.calls -= 1
+            unlink(&self.calls, &call)
 
     def locate(self, Region region, uint64_t offset_bytes, uint64_t size_bytes):
         """Pages of the range that are zero, on device, on host, on flash (fastest copy)."""
         cdef pagert_residency found
         cdef int code
         self.enter()
+        self.own(region)
         code = pagert_pump_locate(self.handle, region.handle, offset_bytes, size_bytes, &found)
         if code < 0:
             self.refuse(code, NULL, NULL)
@@ -511,33 +673,52 @@ cdef class Pump:
     def close(self):
         """Stop the thread, give back the files and the tiers' memory. Blocks until nothing is in flight.
 
-        Idempotent. Raises `PagertError` while a `resident()` block is open.
+        Idempotent. Calls that wait in other threads end with `PagerClosed`. Raises `PagertError` while an
+        operator or a `resident()` block holds tensors, and `TransferTimeout` where requests do not come
+        back; the pager is as usable as before then.
         """
         cdef int code
         cdef double started = now()
         cdef bint warned = False
-        cdef pagert_pump *handle
+        cdef unsigned long me = PyThread_get_thread_ident()
+        cdef user *one = self.pins
+        cdef uint64_t seen
         if not self.handle or self.closing or self.process != fork_count:
             return
-        if self.pins:
-            raise PagertError("an operator or a resident() block still holds tensors of this pager; "
-                              "leave it before close()")
+        while one:
+            if one.ready:
+                raise PagertError("an operator or a resident() block still holds tensors of this pager; "
+                                  "leave it before close()")
+            one = one.older
+        one = self.calls
+        while one:
+            if one.thread == me:
+                raise PagertError("close() was called by a signal handler or a finalizer while this thread "
+                                  "waits inside of the pager; raise an exception instead")
+            one = one.older
         self.closing = True
         try:
+            while self.calls:
+                seen = pagert_pump_changes(self.handle)
+                with nogil:
+                    pagert_pump_wait_change(self.handle, seen, SLICE_NS)
+                self.wait(CLOSE, &started, &warned)
             while True:
-                if self.calls == 0:
-                    handle = self.handle
-                    self.handle = NULL  # from here on regions are not handed back one by one
-                    with nogil:
-                        code = pagert_pump_close(handle, SLICE_NS)
-                    if code == 0:
-                        break
-                    self.handle = handle
-                else:
-                    with nogil:
-                        pagert_pump_wait_change(self.handle, SLICE_NS)
-                self.wait("close()", &started, &warned)
-        except BaseException:
+                with nogil:
+                    code = pagert_pump_stop(self.handle, SLICE_NS)
+                if code == 0:
+                    break
+                self.wait(CLOSE, &started, &warned)
+        except BaseException as error:
             self.closing = False
+            self.hangs = isinstance(error, TransferTimeout)
+            pagert_pump_resume(self.handle)
             raise
+        cdef pagert_pump *handle = self.handle
+        self.handle = NULL  # from here on regions are not handed back one by one
+        with nogil:
+            pagert_pump_close(handle)
+        self.leave_forks()
         self.close_engines()
+        self.arena.give_back()
+        self.host_arena = None

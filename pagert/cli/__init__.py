@@ -19,6 +19,7 @@ __all__ = ["main"]
 
 _SUBCOMMANDS = {
     "finetune": "pagert.cli.finetune",
+    "simulate": "pagert.cli.simulate",
 }
 
 EXIT_BAD_INPUT = 2

@@ -13,36 +13,42 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pagert._core.operation import Dispatcher
 from pagert._core.pump import OVERWRITE, READ, UPDATE
 from pagert.errors import UnsupportedOperator
 
 from . import factories, lists, views
 from .geometry import byte_range, describe
-from .operands import Operands
+from .operands import Operands, dense_at, footprint, leave
 from .plan import Kind, Plan, analyse
 
 if TYPE_CHECKING:
     from .paged_tensor import PagedTensor
 
-__all__ = ["dispatch", "run_dense"]
+__all__ = ["make_dispatcher", "run_dense"]
 
 
-def dispatch(
-    cls: type[PagedTensor],
-    op: torch._ops.OpOverload,
-    arguments: Sequence[Any],
-    options: Mapping[str, Any],
-) -> Any:
-    """Run `op`, of which at least one argument is paged."""
-    plan = plan_of(op)
-    return plan.route(cls, plan, arguments, options)
+_plans: dict[torch._ops.OpOverload, Plan] = {}
 
 
-@functools.cache
-def plan_of(op: torch._ops.OpOverload) -> Plan:
-    """Return the plan of an operator, with its route."""
+def make_dispatcher(cls: type[PagedTensor]) -> Dispatcher:
+    """Return what runs operators on paged tensors: the short way in Cython, or the routes below."""
+    return Dispatcher(
+        cls,
+        _plans,
+        _make_plan,
+        footprint,
+        dense_at,
+        functools.partial(leave, cls),
+        torch.Tensor,
+        torch.strided,
+    )
+
+
+def _make_plan(op: torch._ops.OpOverload) -> Plan:
     plan = analyse(op)
     plan.route = _ROUTES[plan.kind]
+    _plans[op] = plan
     return plan
 
 
@@ -135,6 +141,7 @@ def _follow(cls: type[PagedTensor], out: PagedTensor, dense: torch.Tensor) -> No
     """Give `out` the shape that the operator gave its dense view."""
     if out.shape == dense.shape and out.stride() == dense.stride():
         return
+    out._footprint = None
     if byte_range(out)[1] == 0:
         out._rebind(cls._page(out._runtime, dense))
         return

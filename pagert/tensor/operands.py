@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from pagert._core.pump import OVERWRITE, READ, UPDATE
+from pagert._core.operation import Footprint
+from pagert._core.pump import OVERWRITE, READ, UPDATE, Region
 from pagert.config import format_bytes
 from pagert.errors import ForeignTensor, OutOfFrames, UnsupportedOperator
 
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     from pagert._core.pump import Pin
 
     from .paged_tensor import PagedTensor
+    from .plan import Plan
 
-__all__ = ["Operands"]
+__all__ = ["Operands", "dense_at", "footprint", "leave"]
 
 _MODE_NAMES = {READ: "read", UPDATE: "update", OVERWRITE: "overwrite"}
 _SEQUENCES = (list, tuple)
@@ -36,6 +38,7 @@ class Operands:
 
     __slots__ = (
         "_accesses",
+        "_addresses",
         "_cls",
         "_dense",
         "_empty",
@@ -60,6 +63,7 @@ class Operands:
         self._whole: frozenset[int] = _NONE
         self._dense: dict[int, tuple[PagedTensor, torch.Tensor]] = {}  # by the operand's id
         self._pin: Pin | None = None
+        self._addresses: Sequence[int] = ()  # in the arena, one for each access while it is pinned
 
     def collect(self, value: Any, mode: int) -> None:
         """Add the paged tensors of one argument: a tensor, a list of tensors or anything else."""
@@ -113,6 +117,7 @@ class Operands:
             except OutOfFrames as error:
                 raise self._explain(error) from error
             try:
+                self._addresses = pin.device_bytes
                 self._look(pin.device_bytes)
             except BaseException:
                 self.release()
@@ -185,22 +190,18 @@ class Operands:
             self._refuse_alias(result)
         owner = self._tensors[index]
         start_bytes = result.data_ptr() - self.runtime.storage.data_ptr()
-        offset_bytes = self._accesses[index][1] + start_bytes - self._pin_start(index)
+        offset_bytes = self._accesses[index][1] + start_bytes - self._addresses[index]
         return self._cls._view(owner, result, offset_bytes // result.itemsize)
-
-    def _pin_start(self, index: int) -> int:
-        assert self._pin is not None
-        return self._pin.device_bytes[index]
 
     def _find_alias(self, result: torch.Tensor) -> int | None:
         """Return the index of the access whose bytes `result` shares, if there is one."""
-        if self._pin is None:
+        if not self._addresses:
             return None
         start = result.data_ptr() - self.runtime.storage.data_ptr()
         if not 0 <= start < self.runtime.storage.nbytes():
             return None
         for index, access in enumerate(self._accesses):
-            if 0 <= start - self._pin.device_bytes[index] < access[2]:
+            if 0 <= start - self._addresses[index] < access[2]:
                 return index
         raise UnsupportedOperator(
             f"{self._name}: it returned an alias of device memory that is not its operand's"
@@ -254,6 +255,44 @@ class Operands:
             if hasattr(error, attribute):
                 setattr(explained, attribute, getattr(error, attribute))
         return explained
+
+
+def footprint(tensor: PagedTensor) -> Footprint | None:
+    """Note where the tensor's bytes lie in its region; None if it has none, or no region of a pump.
+
+    Other runtimes may bring regions of their own; their operators go the long way.
+    """
+    offset_bytes, size_bytes = byte_range(tensor)
+    if not isinstance(tensor._region, Region) or size_bytes == 0:
+        return None
+    tensor._footprint = found = Footprint(tensor._region, offset_bytes, size_bytes)
+    return found
+
+
+def dense_at(tensor: PagedTensor, device_bytes: int) -> torch.Tensor:
+    """Return the dense view of a tensor whose bytes are pinned at an address in the arena."""
+    return _dense_view(tensor, tensor._runtime.storage, device_bytes // tensor.itemsize)
+
+
+def leave(
+    cls: type[PagedTensor],
+    plan: Plan,
+    tensors: list[PagedTensor],
+    ranges: Sequence[tuple[int, int]],
+    device_bytes: Sequence[int],
+    dense: Sequence[torch.Tensor],
+    result: Any,
+) -> Any:
+    """Do what `Operands.leave` does, for operands that were pinned the short way."""
+    operands = Operands(cls, plan.name)
+    operands.runtime = tensors[0]._runtime
+    operands._tensors = tensors
+    operands._accesses = [
+        (tensor._region, *span, READ) for tensor, span in zip(tensors, ranges, strict=True)
+    ]
+    operands._addresses = device_bytes
+    operands._dense = {id(t): (t, view) for t, view in zip(tensors, dense, strict=True)}
+    return operands.leave(result)
 
 
 def _dense_view(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:

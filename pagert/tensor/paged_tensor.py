@@ -19,13 +19,14 @@ from pagert._core.pump import READ, UPDATE
 from pagert.errors import PagerClosed, UnsupportedOperator, UnsupportedTensor
 
 from . import copying, gradients, persistence
-from .dispatch import dispatch
+from .dispatch import make_dispatcher
 from .geometry import byte_range, contiguous_stride, describe, extent, is_dense
 from .operands import Operands
 
 if TYPE_CHECKING:
     import numpy
 
+    from pagert._core.operation import Footprint
     from pagert._core.pump import Region
     from pagert.runtime import Runtime
 
@@ -101,21 +102,9 @@ class PagedTensor(torch.Tensor):
 
     _region: Region | None  # None: no bytes
     _runtime: Runtime
+    _footprint: Footprint | None = None  # its bytes in the region; of this geometry only
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        for kind in types:
-            if kind is not cls:
-                return NotImplemented  # another wrapper's turn
-        return dispatch(cls, func, args, kwargs or {})
 
     # Construction.
 
@@ -178,6 +167,7 @@ class PagedTensor(torch.Tensor):
         _DATA.__set__(self, other)
         self._region = other._region
         self._runtime = other._runtime
+        self._footprint = None
 
     # Residency.
 
@@ -408,3 +398,7 @@ def check_wrappable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _has_bytes_of_its_own(kind: type[torch.Tensor]) -> bool:
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+# A bound method already: what a class method would be given as `cls` is always PagedTensor.
+PagedTensor.__torch_dispatch__ = staticmethod(make_dispatcher(PagedTensor).dispatch)  # type: ignore

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["deepcopy", "plain_object", "reduce", "shallow_copy", "user_attributes"]
 
-_OWN = frozenset({"_region", "_runtime", "_is_param"})
+_OWN = frozenset({"_region", "_runtime", "_footprint", "_is_param"})
 
 
 def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:

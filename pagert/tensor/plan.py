@@ -38,6 +38,8 @@ class Plan:
 
     __slots__ = (
         "argument_names",
+        "call",
+        "call",
         "gradients",
         "kind",
         "list_names",
@@ -47,6 +49,8 @@ class Plan:
         "overwrites",
         "reason",
         "route",
+        "simple",
+        "simple",
         "whole",
         "written",
     )
@@ -63,6 +67,10 @@ class Plan:
     whole: bool  # it looks at the whole storage of its first operand, not only at its elements
     reason: str  # why the operator is refused, and the remedy
     route: Callable[..., Any]
+    call: Callable[..., Any]  # the operator below its Python wrapper
+    simple: bool  # DENSE without anything that needs a second look at a call
+    call: Callable[..., Any]  # the operator below its Python wrapper
+    simple: bool  # DENSE without anything that needs a second look at a call
 
 
 # Operators that return an alias of their operand without saying so in their schema.
@@ -232,4 +240,8 @@ def analyse(op: torch._ops.OpOverload) -> Plan:
         )
     plan.whole = op.namespace == "aten" and base in _WHOLE_STORAGE
     plan.reason = _REFUSED.get(base, "")
+    plan.call = op._op
+    plan.simple = plan.kind is Kind.DENSE and plan.overwrites is None and not plan.whole
+    plan.call = op._op
+    plan.simple = plan.kind is Kind.DENSE and plan.overwrites is None and not plan.whole
     return plan

@@ -49,6 +49,7 @@ def run_reshape(
     cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Change the geometry of the first argument itself: `t_`, `squeeze_`, `as_strided_`, ..."""
+    arguments[0]._footprint = None
     with torch._C._DisableTorchDispatch():
         plan.op(*arguments, **options)
     return arguments[0]
@@ -70,6 +71,7 @@ def run_resize(
         stride = torch.empty(size, device="meta", memory_format=memory_format).stride()
     needed_bytes = (tensor.storage_offset() + extent(size, stride)) * tensor.itemsize
     if needed_bytes <= torch._C.TensorBase.untyped_storage(tensor).nbytes():
+        tensor._footprint = None
         with torch._C._DisableTorchDispatch():
             torch.ops.aten.as_strided_.default(tensor, size, stride, tensor.storage_offset())
         return tensor

@@ -84,7 +84,8 @@ typedef struct page {
                                 links[LIST_POLICY].older says: a held page is on no policy list */
     };
     uint8_t copy[PAGERT_TIER_COUNT];
-    uint8_t queue : 4, failed_link : 4;
+    uint8_t queue : 4;
+    uint8_t failed_link : 4; /* while PAGE_FAILED; while PAGE_EVICTABLE the policy's */
     uint16_t flags;
     uint16_t holds; /* pins that hold the page */
     /* Of a region's first page only, and of a free run's: */
@@ -149,6 +150,8 @@ struct pagert_pager {
     pagert_pin *repacker;      /* the one of them that repack.c works for, or NULL */
     uint32_t in_flight;        /* transfers handed out */
     uint32_t reclaim_cursor;   /* device frame where the search for a spare flash copy goes on */
+    bool look_ahead_only;      /* a prefetch asks for victims: none that is needed before it */
+    uint32_t needed_before;    /* the time of that, on the policy's clock */
     bool flushing;             /* a flush goes on: host copies of dirty pages go to flash, not away */
     failed_writeback flush_failed; /* of a page that flush or evict asked for by name */
     uint64_t reserved_pages;
@@ -172,6 +175,12 @@ struct pagert_policy {
      * NONE if there is none. */
     uint32_t (*victim)(pagert_pager *pager, bool clean_only);
     uint32_t (*evictable_count)(const pagert_pager *pager);
+    /* The rest may be NULL: for policies that learn. */
+    void (*changed)(pagert_pager *pager, uint32_t index); /* an evictable page: perhaps clean or dirty now */
+    void (*accessed)(pagert_pager *pager, const pagert_pin *pin);
+    void (*reserved)(pagert_pager *pager, uint32_t first_page, uint32_t page_count);
+    void (*released)(pagert_pager *pager, uint32_t first_page);
+    bool (*upcoming)(pagert_pager *pager, uint32_t *first_page, uint32_t *page_count, uint32_t *time);
 };
 
 static inline bool has(const page *p, uint32_t flag) { return (p->flags & flag) != 0; }

@@ -61,6 +61,8 @@ void page_relist(pagert_pager *pager, uint32_t index)
             clear_flag(p, PAGE_EVICTABLE);
             pager->policy->remove(pager, index);
         }
+    } else if (evictable && pager->policy->changed != NULL) {
+        pager->policy->changed(pager, index);
     }
     uint32_t list = 0; /* 1 + the host list it belongs on */
     if (p->copy[PAGERT_HOST] == COPY_VALID && !uses_host_copy(p->queue) &&

@@ -98,6 +98,8 @@ int pagert_reserve(pagert_pager *pager, uint64_t size_bytes, pagert_region *regi
     head->page_count = (uint32_t)count;
     head->tail_bytes = (uint32_t)(size_bytes - ((count - 1) << pager->page_shift));
     pager->reserved_pages += count;
+    if (pager->policy->reserved != NULL)
+        pager->policy->reserved(pager, first, (uint32_t)count);
     *region = (pagert_region){first, head->generation};
     return 0;
 }
@@ -128,6 +130,8 @@ int pagert_release(pagert_pager *pager, pagert_region region)
             if (pin->accesses[k].region.first_page == first)
                 return PAGERT_E_STATE;
     pager->reserved_pages -= count;
+    if (pager->policy->released != NULL)
+        pager->policy->released(pager, first);
     head->tail_bytes = count; /* from here on: pages that are not forgotten yet */
     for (uint32_t i = 0; i < count; i++)
         page_purge(pager, first + i);

@@ -252,7 +252,7 @@ static int place(pagert_pager *pager, pagert_pin *pin)
         return outcome;
     }
     for_each_page(pager, pin, unwant);
-    if (outcome != PLACE_BLOCKED)
+    if (outcome != PLACE_BLOCKED || pager->look_ahead_only) /* a guess is not worth more */
         return outcome;
     pin->state = PIN_REPACKING;
     return repack(pager, pin);
@@ -388,7 +388,8 @@ int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
     return outcome;
 }
 
-int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
+/* `asked`: by an operator, so that the policy learns from it. */
+static int start(pagert_pager *pager, pagert_pin *pin, bool asked)
 {
     if (pin->state != PIN_NEW)
         return PAGERT_E_STATE;
@@ -408,6 +409,8 @@ int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
     }
     if (pin->access_count > UINT16_MAX)
         return PAGERT_E_ARGUMENT;
+    if (asked && pager->policy->accessed != NULL)
+        pager->policy->accessed(pager, pin);
     pin->access_cursor = pin->page_cursor = 0;
     pin->begun = 0;
     pin->code = 0;
@@ -420,6 +423,8 @@ int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
     }
     return outcome;
 }
+
+int pagert_pin_start(pagert_pager *pager, pagert_pin *pin) { return start(pager, pin, true); }
 
 int pagert_unpin(pagert_pager *pager, pagert_pin *pin)
 {
@@ -443,7 +448,7 @@ int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_b
     pagert_access access = {.region = region, .offset_bytes = offset_bytes, .size_bytes = size_bytes};
     pagert_pin pin = {.accesses = &access, .access_count = 1};
     pagert_counters before = pager->counters;
-    int outcome = pagert_pin_start(pager, &pin);
+    int outcome = start(pager, &pin, false);
     pager->counters.hits = before.hits; /* nobody asked for it yet */
     pager->counters.faults = before.faults;
     if (outcome < 0)
@@ -453,4 +458,36 @@ int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_b
         pager->counters.prefetches += pin.faults;
     pagert_unpin(pager, &pin);
     return placed;
+}
+
+/* Pages that wait for a fetch to start. */
+static uint32_t fetch_backlog(const pagert_pager *pager)
+{
+    return pager->queues[PAGERT_HOST_TO_DEVICE].count + pager->queues[PAGERT_FLASH_TO_DEVICE].count +
+           pager->queues[PAGERT_FLASH_TO_HOST].count + pager->queues[QUEUE_HOST_WAIT].count;
+}
+
+uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max)
+{
+    uint32_t started = 0;
+    pagert_access access = {.mode = PAGERT_READ};
+    uint32_t first_page, page_count;
+    if (pager->policy->upcoming == NULL)
+        return 0;
+    while (fetch_backlog(pager) < backlog_max &&
+           pager->policy->upcoming(pager, &first_page, &page_count, &pager->needed_before)) {
+        const page *head = &pager->pages[pager->pages[first_page].region];
+        access.region = (pagert_region){pager->pages[first_page].region, head->generation};
+        access.offset_bytes = (uint64_t)(first_page - access.region.first_page) << pager->page_shift;
+        access.size_bytes = (uint64_t)page_count << pager->page_shift;
+        if (first_page + page_count == access.region.first_page + head->page_count)
+            access.size_bytes -= pager->config.page_bytes - head->tail_bytes;
+        pager->look_ahead_only = true;
+        int placed = pagert_prefetch(pager, access.region, access.offset_bytes, access.size_bytes);
+        pager->look_ahead_only = false;
+        if (placed != 1)
+            break;
+        started += page_count;
+    }
+    return started;
 }

@@ -22,6 +22,8 @@ typedef struct ticket {
     struct ticket *older, *younger; /* in flight */
 } ticket;
 
+enum { LOOK_AHEAD_BACKLOG = 64 }; /* pages that may wait for their fetch to start */
+
 enum { LANE_MEMORY, LANE_FLASH, LANE_COUNT };
 
 /* One engine, the tickets that limit what it gets, and those it refused for now. */
@@ -29,13 +31,17 @@ typedef struct lane {
     pagert_engine engine;
     uint32_t link_mask;
     ticket *free;
-    ticket *unsent, **unsent_end;
-    uint32_t busy; /* tickets taken */
+    ticket *unsent, **unsent_end; /* the driver's */
+    bool refused;                 /* the driver's: the engine took or gave nothing; ask again soon */
 } lane;
 
+/* Whoever drives takes transfers from the core, gives them to the engines and takes them back. It is one
+ * thread at a time: a caller that has to wait anyway, so that its fault costs no change of threads, or
+ * the pump's own thread while no caller waits. `driver` is an address that stands for it. */
 struct pagert_pump {
-    pthread_mutex_t lock;     /* of the core, and of every field below that is not the thread's own */
-    pthread_cond_t changed;   /* a transfer completed, or a pin was let go */
+    pthread_mutex_t lock;   /* of the core, and of every field below that is not the driver's */
+    pthread_cond_t changed; /* callers wait for it: a transfer completed, or a pin was let go of */
+    pthread_cond_t work;    /* the thread waits for it: something to do, and nobody who does it */
     pagert_pager *core;
     pagert_config config;
     void *core_memory;
@@ -45,19 +51,31 @@ struct pagert_pump {
     ticket *tickets;
     ticket *oldest, *youngest; /* in flight, by start */
     int wake_fd;
-    uint32_t waiters;         /* callers in a wait on `changed` */
-    bool asleep;              /* the thread waits in poll() */
-    bool stopping, stopped;
+    const void *driver;       /* NULL: nobody; the pump itself: its thread; else a caller */
+    uint32_t waiters;         /* callers that wait, also the one that drives */
+    bool asleep;              /* the driver is in poll(); `wake_fd` ends that */
+    bool thread_polls;        /* the thread is in poll(), and perhaps no longer the driver */
+    bool kicked;              /* there may be transfers to take */
+    bool stopping, ending;    /* take no transfers any more; end the thread */
     pthread_t thread;
     uint64_t stall_ns;
-    pagert_failure last_failure;
-    uint64_t last_failed_offset;
+    _Atomic uint64_t changes; /* counts what `changed` tells */
+    pagert_transfer failed;   /* the last that failed, with its result; page_count 0: none did */
+    int32_t failed_result;
+    uint64_t failed_offset;
     _Atomic(pagert_release_node *) released; /* pushed by finalizers, without a lock */
     pagert_release_node *held_back;          /* released while held: tried again at the next unpin */
 };
 
+/* All with the lock held. */
 uint64_t pump_now_ns(void);
+void pump_kick(pagert_pump *pump);
+void pump_tell_waiters(pagert_pump *pump);
 void pump_drain_released(pagert_pump *pump);
+
+/* Drive, or wait for the driver. `me` is the caller's, the same in each call. False: the time is over. */
+bool pump_step(pagert_pump *pump, const void *me, uint64_t deadline_ns);
+void pump_leave(pagert_pump *pump, const void *me); /* after the last step */
 void *pump_run(void *context);
 
 #endif

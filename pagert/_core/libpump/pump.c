@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * pump: the calls that any thread may make. Each takes the lock, asks the core, wakes the pump's thread if
- * there may be transfers for it, and waits on `changed` where it has to.
+ * pump: the calls that any thread may make. Each takes the lock, asks the core, and sees that somebody
+ * drives if there may be transfers. A call that has to wait drives itself where it can.
  *
  * The lock is held for decisions of microseconds, never across I/O, and never while waiting for anything
  * else. Finalizers do not take it: they push onto a stack that the next locked call empties.
@@ -29,39 +29,20 @@ uint64_t pump_now_ns(void)
     return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
-/* Called with the lock held, like everything below that begins with a lower-case verb. */
-static void wake_thread(pagert_pump *pump)
+/* Something happened that a waiting caller may have waited for. */
+void pump_tell_waiters(pagert_pump *pump)
 {
-    if (pump->asleep) {
-        pump->asleep = false;
-        pagert_event_signal(pump->wake_fd);
-    }
-}
-
-/* Something happened that a waiting pin may have waited for. */
-static void tell_waiters(pagert_pump *pump)
-{
+    atomic_fetch_add_explicit(&pump->changes, 1, memory_order_relaxed);
     if (pump->waiters > 0) {
-        wake_thread(pump);
+        pump_kick(pump);
         pthread_cond_broadcast(&pump->changed);
     }
-}
-
-/* True if `changed` was signalled, false if the deadline passed. */
-static bool wait_changed(pagert_pump *pump, uint64_t deadline_ns)
-{
-    pump->waiters++;
-    struct timespec until = {.tv_sec = (time_t)(deadline_ns / 1000000000),
-                             .tv_nsec = (long)(deadline_ns % 1000000000)};
-    int code = pthread_cond_timedwait(&pump->changed, &pump->lock, &until);
-    pump->waiters--;
-    return code == 0;
 }
 
 static uint64_t deadline_after(uint64_t timeout_ns)
 {
     uint64_t now = pump_now_ns();
-    return timeout_ns > UINT64_MAX / 4 ? now + UINT64_MAX / 4 : now + timeout_ns;
+    return now + (timeout_ns > UINT64_MAX / 4 ? UINT64_MAX / 4 : timeout_ns);
 }
 
 /* Let go of a pin; or give back a region, or put the node aside if somebody still holds it. */
@@ -93,6 +74,8 @@ static void retry_held_back(pagert_pump *pump)
 void pump_drain_released(pagert_pump *pump)
 {
     pagert_release_node *node = atomic_exchange_explicit(&pump->released, NULL, memory_order_acquire);
+    if (node == NULL)
+        return;
     bool unpinned = false;
     while (node != NULL) {
         pagert_release_node *next = node->next;
@@ -102,6 +85,14 @@ void pump_drain_released(pagert_pump *pump)
     }
     if (unpinned)
         retry_held_back(pump);
+    pump_tell_waiters(pump);
+}
+
+/* Let the policy fetch ahead, beside the compute. */
+static void look_ahead(pagert_pump *pump)
+{
+    if (pagert_look_ahead(pump->core, LOOK_AHEAD_BACKLOG) > 0)
+        pump_kick(pump);
 }
 
 static void lock_core(pagert_pump *pump)
@@ -126,17 +117,18 @@ static void open_lane(pagert_pump *pump, uint32_t index, const pagert_engine *en
     }
 }
 
+/* What the core refuses here is the configuration: there is nothing else. */
 static int open_core(pagert_pump *pump)
 {
     pump->core_memory_bytes = pagert_memory_bytes(&pump->config);
     if (pump->core_memory_bytes == 0)
-        return PAGERT_E_ARGUMENT;
+        return -EINVAL;
     void *memory = mmap(NULL, pump->core_memory_bytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED)
         return -errno;
     pump->core_memory = memory;
-    return pagert_init(&pump->config, memory, pump->core_memory_bytes, &pump->core);
+    return pagert_init(&pump->config, memory, pump->core_memory_bytes, &pump->core) < 0 ? -EINVAL : 0;
 }
 
 static void free_pump(pagert_pump *pump)
@@ -145,6 +137,7 @@ static void free_pump(pagert_pump *pump)
         close(pump->wake_fd);
     if (pump->core_memory != NULL)
         munmap(pump->core_memory, pump->core_memory_bytes);
+    pthread_cond_destroy(&pump->work);
     pthread_cond_destroy(&pump->changed);
     pthread_mutex_destroy(&pump->lock);
     free(pump->tickets);
@@ -154,7 +147,7 @@ static void free_pump(pagert_pump *pump)
 int pagert_pump_open(const pagert_pump_options *options, pagert_pump **pump_out)
 {
     if (options->memory_depth == 0 || (options->flash.submit != NULL && options->flash_depth == 0))
-        return PAGERT_E_ARGUMENT;
+        return -EINVAL;
     pagert_pump *pump = calloc(1, sizeof *pump);
     if (pump == NULL)
         return -ENOMEM;
@@ -162,6 +155,7 @@ int pagert_pump_open(const pagert_pump_options *options, pagert_pump **pump_out)
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&pump->changed, &attributes);
+    pthread_cond_init(&pump->work, NULL);
     pthread_condattr_destroy(&attributes);
     pthread_mutex_init(&pump->lock, NULL);
     pump->config = options->config;
@@ -186,18 +180,35 @@ int pagert_pump_open(const pagert_pump_options *options, pagert_pump **pump_out)
     return 0;
 }
 
-int pagert_pump_close(pagert_pump *pump, uint64_t timeout_ns)
+int pagert_pump_stop(pagert_pump *pump, uint64_t timeout_ns)
 {
     uint64_t deadline_ns = deadline_after(timeout_ns);
+    char me;
     lock_core(pump);
     pump->stopping = true;
-    wake_thread(pump);
-    while (!pump->stopped && wait_changed(pump, deadline_ns))
+    while (pump->oldest != NULL && pump_step(pump, &me, deadline_ns))
         ;
-    bool stopped = pump->stopped;
+    bool stopped = pump->oldest == NULL;
+    pump_leave(pump, &me);
     unlock_core(pump);
-    if (!stopped)
-        return -ETIMEDOUT;
+    return stopped ? 0 : -ETIMEDOUT;
+}
+
+void pagert_pump_resume(pagert_pump *pump)
+{
+    lock_core(pump);
+    pump->stopping = false;
+    pump_kick(pump);
+    unlock_core(pump);
+}
+
+void pagert_pump_close(pagert_pump *pump)
+{
+    pthread_mutex_lock(&pump->lock);
+    pump->ending = true;
+    pthread_cond_signal(&pump->work);
+    pagert_event_signal(pump->wake_fd); /* stays readable: the thread may no longer be the driver */
+    pthread_mutex_unlock(&pump->lock);
     pthread_join(pump->thread, NULL);
     pump_drain_released(pump);
     while (pump->held_back != NULL) {
@@ -206,7 +217,6 @@ int pagert_pump_close(pagert_pump *pump, uint64_t timeout_ns)
         free(node);
     }
     free_pump(pump);
-    return 0;
 }
 
 int pagert_pump_reserve(pagert_pump *pump, uint64_t size_bytes, pagert_region *region)
@@ -221,7 +231,7 @@ int pagert_pump_release(pagert_pump *pump, pagert_region region)
 {
     lock_core(pump);
     int code = pagert_release(pump->core, region);
-    wake_thread(pump); /* frames came free: others may go on */
+    pump_tell_waiters(pump); /* frames came free: others may go on */
     unlock_core(pump);
     return code;
 }
@@ -234,25 +244,25 @@ void pagert_pump_release_later(pagert_pump *pump, pagert_release_node *node)
         ;
 }
 
-/* Wait for a pending pin. What fails is let go of here. */
+/* Wait for a pending pin. */
 static int wait_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
 {
     uint64_t start_ns = pump_now_ns(), deadline_ns = deadline_after(timeout_ns);
-    int outcome;
-    for (;;) {
-        if (pagert_is_idle(pump->core)) /* nothing will complete: another waiting pin has to go first */
-            tell_waiters(pump);
-        wake_thread(pump);
-        if (!wait_changed(pump, deadline_ns)) {
-            outcome = pagert_pin_poll(pump->core, pin);
-            break;
+    char me;
+    int outcome = 0;
+    bool in_time = timeout_ns > 0;
+    while (outcome == 0 && in_time) {
+        if (pump->waiters > 0 && pagert_is_idle(pump->core)) { /* another waiting pin has to go first */
+            if (pump->driver != &me)
+                pump_kick(pump);
+            pthread_cond_broadcast(&pump->changed);
         }
+        in_time = pump_step(pump, &me, deadline_ns);
         outcome = pagert_pin_poll(pump->core, pin);
-        if (outcome != 0)
-            break;
+        pump->kicked = true; /* polling may have planned transfers */
     }
     pump->stall_ns += pump_now_ns() - start_ns;
-    wake_thread(pump); /* polling may have planned transfers */
+    pump_leave(pump, &me);
     return outcome;
 }
 
@@ -261,10 +271,11 @@ static int settle_pin(pagert_pump *pump, pagert_pin *pin, int outcome)
 {
     if (outcome < 0) {
         pagert_unpin(pump->core, pin);
-        wake_thread(pump);
+        if (pump->held_back != NULL)
+            retry_held_back(pump);
     }
     if (outcome != 0)
-        tell_waiters(pump);
+        pump_tell_waiters(pump);
     return outcome;
 }
 
@@ -275,7 +286,8 @@ int pagert_pump_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
     if (outcome == 0)
         outcome = settle_pin(pump, pin, wait_pin(pump, pin, timeout_ns));
     else if (outcome == 1)
-        tell_waiters(pump);
+        pump_tell_waiters(pump);
+    look_ahead(pump);
     unlock_core(pump);
     return outcome;
 }
@@ -297,15 +309,27 @@ int pagert_pump_unpin(pagert_pump *pump, pagert_pin *pin)
     int code = pagert_unpin(pump->core, pin);
     if (pump->held_back != NULL)
         retry_held_back(pump);
-    tell_waiters(pump);
+    pump_tell_waiters(pump);
+    look_ahead(pump);
+    if (pump->oldest == NULL && !pagert_is_idle(pump->core))
+        pump_kick(pump); /* nothing in flight would do it */
     unlock_core(pump);
     return code;
 }
 
-void pagert_pump_wait_change(pagert_pump *pump, uint64_t timeout_ns)
+uint64_t pagert_pump_changes(const pagert_pump *pump)
 {
+    return atomic_load_explicit(&pump->changes, memory_order_relaxed);
+}
+
+void pagert_pump_wait_change(pagert_pump *pump, uint64_t seen, uint64_t timeout_ns)
+{
+    uint64_t deadline_ns = deadline_after(timeout_ns);
+    char me;
     lock_core(pump);
-    wait_changed(pump, deadline_after(timeout_ns));
+    while (pagert_pump_changes(pump) == seen && pump_step(pump, &me, deadline_ns))
+        ;
+    pump_leave(pump, &me);
     unlock_core(pump);
 }
 
@@ -313,7 +337,7 @@ int pagert_pump_prefetch(pagert_pump *pump, pagert_region region, uint64_t offse
 {
     lock_core(pump);
     int code = pagert_prefetch(pump->core, region, offset_bytes, size_bytes);
-    wake_thread(pump);
+    pump_kick(pump);
     unlock_core(pump);
     return code < 0 ? code : 0;
 }
@@ -321,16 +345,20 @@ int pagert_pump_prefetch(pagert_pump *pump, pagert_region region, uint64_t offse
 /* Ask again after each change until nothing remains. 1: done. 0: the time is over. */
 typedef int64_t attempt(pagert_pump *pump, const void *what, pagert_failure *failure);
 
-static int repeat(pagert_pump *pump, attempt *again, const void *what, uint64_t timeout_ns,
+static int repeat(pagert_pump *pump, attempt *try, const void *what, int again, uint64_t timeout_ns,
                   pagert_failure *failure)
 {
     uint64_t deadline_ns = deadline_after(timeout_ns);
+    char me;
     lock_core(pump);
     int64_t remaining;
+    if (!again) /* an earlier call left at its first failure: others of its pages may have failed since */
+        (void)try(pump, what, failure);
     do {
-        remaining = again(pump, what, failure);
-        wake_thread(pump);
-    } while (remaining > 0 && wait_changed(pump, deadline_ns));
+        remaining = try(pump, what, failure);
+        pump->kicked = true;
+    } while (remaining > 0 && pump_step(pump, &me, deadline_ns));
+    pump_leave(pump, &me);
     unlock_core(pump);
     return remaining < 0 ? (int)remaining : remaining == 0;
 }
@@ -353,15 +381,15 @@ static int64_t flush(pagert_pump *pump, const void *what, pagert_failure *failur
 }
 
 int pagert_pump_evict(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
-                      uint64_t timeout_ns, pagert_failure *failure)
+                      int again, uint64_t timeout_ns, pagert_failure *failure)
 {
     range what = {region, offset_bytes, size_bytes};
-    return repeat(pump, evict, &what, timeout_ns, failure);
+    return repeat(pump, evict, &what, again, timeout_ns, failure);
 }
 
-int pagert_pump_flush(pagert_pump *pump, uint64_t timeout_ns, pagert_failure *failure)
+int pagert_pump_flush(pagert_pump *pump, int again, uint64_t timeout_ns, pagert_failure *failure)
 {
-    return repeat(pump, flush, NULL, timeout_ns, failure);
+    return repeat(pump, flush, NULL, again, timeout_ns, failure);
 }
 
 int pagert_pump_locate(pagert_pump *pump, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
@@ -381,14 +409,16 @@ void pagert_pump_get_state(pagert_pump *pump, pagert_pump_state *state)
                                  .reserved_pages = pagert_reserved_pages(pump->core),
                                  .stall_ns = pump->stall_ns,
                                  .oldest_link = PAGERT_LINK_COUNT,
-                                 .last_failure = pump->last_failure,
-                                 .last_failed_offset = pump->last_failed_offset};
+                                 .last_failed = pump->failed,
+                                 .last_failed_result = pump->failed_result,
+                                 .last_failed_offset = pump->failed_offset};
     pagert_get_counters(pump->core, &state->counters);
     for (uint32_t tier = 0; tier < PAGERT_TIER_COUNT; tier++)
         pagert_get_usage(pump->core, tier, &state->usage[tier]);
     if (pump->oldest != NULL) {
         state->oldest_request_ns = pump_now_ns() - pump->oldest->start_ns;
         state->oldest_link = pump->oldest->transfer.link;
+        state->oldest_bytes = pump->oldest->request.size_bytes;
     }
     unlock_core(pump);
 }

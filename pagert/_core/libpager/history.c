@@ -1,0 +1,265 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * history: see history.h. Owns the memory it is given; every step is O(1), except that a next use is found
+ * along the uses of one region in the last two periods, of which it looks at no more than STEPS_MAX.
+ */
+#include "history.h"
+
+enum {
+    EVENTS = 1 << 18,  /* two steps of 130,000 operators' operands */
+    RECALLS = 1 << 19,
+    REGIONS = 1 << 18, /* half of them used at most */
+    ROLES = 1 << 18,
+    CONTEXT = 4,       /* events that say where we are */
+    WINDOW = 8,        /* events that may be left out before the place counts as lost */
+    MISSES_MAX = 64,   /* events that may be put in between, likewise */
+    STEPS_MAX = 256,
+};
+
+uint64_t history_bytes(void)
+{
+    return EVENTS * sizeof(event) + RECALLS * sizeof(uint32_t) + REGIONS * sizeof(uint32_t) +
+           ROLES * sizeof(role);
+}
+
+/* The memory is zeroed; what is NONE at the start is written as an offset by one or never read before. */
+void history_init(history *past, unsigned char *memory)
+{
+    *past = (history){.event_mask = EVENTS - 1,
+                      .recall_mask = RECALLS - 1,
+                      .region_mask = REGIONS - 1,
+                      .role_count = ROLES,
+                      .cursor = NONE};
+    past->events = (event *)(void *)memory;
+    memory += EVENTS * sizeof(event);
+    past->roles = (role *)(void *)memory;
+    memory += ROLES * sizeof(role);
+    past->recall = (uint32_t *)(void *)memory;
+    memory += RECALLS * sizeof(uint32_t);
+    past->regions = (uint32_t *)(void *)memory;
+}
+
+static uint32_t mix(uint32_t hash, uint32_t value)
+{
+    hash ^= value;
+    hash *= 0x9e3779b1u;
+    return hash ^ (hash >> 15);
+}
+
+static bool is_kept(const history *past, uint32_t index)
+{
+    return index < past->now && past->now - index <= past->event_mask;
+}
+
+/* Roles of regions: linear probing, with the gap closed at removal. An entry is 1 + role. */
+
+static uint32_t home_of(const history *past, uint32_t first_page)
+{
+    return mix(0, first_page) & past->region_mask;
+}
+
+static uint32_t find_entry(const history *past, uint32_t first_page)
+{
+    uint32_t at = home_of(past, first_page);
+    while (past->regions[at] != 0 && past->roles[past->regions[at] - 1].first_page != first_page)
+        at = (at + 1) & past->region_mask;
+    return at;
+}
+
+static uint32_t role_of(const history *past, uint32_t first_page)
+{
+    return past->regions[find_entry(past, first_page)] - 1; /* 0 - 1 is NONE */
+}
+
+static void remove_entry(history *past, uint32_t at)
+{
+    past->regions[at] = 0;
+    past->region_used--;
+    for (uint32_t next = (at + 1) & past->region_mask; past->regions[next] != 0;
+         next = (next + 1) & past->region_mask) {
+        uint32_t home = home_of(past, past->roles[past->regions[next] - 1].first_page);
+        if (((next - home) & past->region_mask) >= ((next - at) & past->region_mask)) {
+            past->regions[at] = past->regions[next];
+            past->regions[next] = 0;
+            at = next;
+        }
+    }
+}
+
+/* A role that no region has and that no event of the ring names any more; NONE if none is found soon. */
+static uint32_t fresh_role(history *past)
+{
+    for (uint32_t tries = 0; tries < 64; tries++) {
+        uint32_t candidate = past->next_role;
+        past->next_role = (past->next_role + 1) % past->role_count;
+        role *r = &past->roles[candidate];
+        bool used_before = candidate < past->roles_used;
+        if (!used_before || (r->first_page == NONE && !is_kept(past, r->last_event))) {
+            if (!used_before)
+                past->roles_used = candidate + 1;
+            *r = (role){NONE, NONE};
+            return candidate;
+        }
+    }
+    return NONE;
+}
+
+static bool equal(const event *a, const event *b)
+{
+    if (a->kind != b->kind || a->count != b->count || a->offset != b->offset)
+        return false;
+    return a->kind == EVENT_RESERVE || a->role == b->role;
+}
+
+static uint32_t hash_of(uint32_t hash, const event *e)
+{
+    hash = mix(hash, e->kind + 1);
+    hash = mix(hash, e->offset);
+    hash = mix(hash, e->count);
+    return e->kind == EVENT_RESERVE ? hash : mix(hash, e->role);
+}
+
+/* Where the last CONTEXT events (the newest is `now - 1`) occurred before, or NONE. */
+static uint32_t recall_place(history *past)
+{
+    if (past->now < CONTEXT)
+        return NONE;
+    uint32_t newest = past->now - 1, hash = 0;
+    for (uint32_t k = 0; k < CONTEXT; k++)
+        hash = hash_of(hash, history_event(past, newest - k));
+    uint32_t *entry = &past->recall[hash & past->recall_mask];
+    uint32_t place = *entry - 1;
+    *entry = newest + 1;
+    if (place == NONE || place < CONTEXT || place == newest || !is_kept(past, place - CONTEXT))
+        return NONE;
+    for (uint32_t k = 0; k < CONTEXT; k++)
+        if (!equal(history_event(past, place - k), history_event(past, newest - k)))
+            return NONE;
+    return place;
+}
+
+/* How far ahead of the cursor the prediction has this event, at most WINDOW; 0: not there. */
+static uint32_t find_ahead(const history *past, const event *e)
+{
+    uint32_t reach = history_reach(past);
+    for (uint32_t k = 1; k <= WINDOW && k <= reach; k++)
+        if (equal(history_event(past, past->cursor + k), e))
+            return k;
+    return 0;
+}
+
+static void jump(history *past, uint32_t place, uint32_t run)
+{
+    past->cursor = place;
+    past->run = run;
+    past->misses = 0;
+    past->epoch++;
+}
+
+/* The newest event is in the ring at now - 1; `reach` and the cursor are as before it. */
+static void follow(history *past, const event *e)
+{
+    uint32_t newest = past->now - 1;
+    uint32_t place = recall_place(past);
+    if (past->cursor != NONE && !is_kept(past, past->cursor))
+        past->cursor = NONE;
+    if (past->cursor != NONE && past->cursor + 1 < newest &&
+        equal(history_event(past, past->cursor + 1), e)) {
+        past->cursor++;
+        past->run++;
+        past->misses = 0;
+        return;
+    }
+    uint32_t skipped = past->cursor != NONE ? find_ahead(past, e) : 0;
+    if (skipped > 0 && past->cursor + skipped < newest)
+        jump(past, past->cursor + skipped, past->run / 2);
+    else if (place != NONE)
+        jump(past, place, CONTEXT);
+    else if (past->cursor != NONE && ++past->misses > MISSES_MAX)
+        jump(past, NONE, 0);
+    else
+        past->run = 0;
+}
+
+static void append(history *past, event e)
+{
+    uint32_t index = past->now++;
+    e.previous = NONE;
+    if (e.role != NONE) {
+        e.previous = past->roles[e.role].last_event;
+        past->roles[e.role].last_event = index;
+    }
+    past->events[index & past->event_mask] = e;
+    follow(past, &e);
+}
+
+void history_access(history *past, uint32_t first_page, uint32_t offset, uint32_t count, uint32_t mode)
+{
+    append(past, (event){.role = role_of(past, first_page), .offset = offset, .count = count, .kind = mode});
+}
+
+void history_reserve(history *past, uint32_t first_page, uint32_t count)
+{
+    event e = {.role = NONE, .count = count, .kind = EVENT_RESERVE};
+    uint32_t ahead = past->cursor != NONE ? find_ahead(past, &e) : 0;
+    if (ahead > 0) {
+        uint32_t then = history_event(past, past->cursor + ahead)->role;
+        if (then != NONE && past->roles[then].first_page == NONE)
+            e.role = then;
+    }
+    if (e.role == NONE && past->region_used < past->region_mask / 2)
+        e.role = fresh_role(past);
+    if (e.role != NONE) {
+        past->roles[e.role].first_page = first_page;
+        uint32_t at = find_entry(past, first_page);
+        PAGERT_ASSERT(past->regions[at] == 0);
+        past->regions[at] = e.role + 1;
+        past->region_used++;
+    }
+    append(past, e);
+}
+
+void history_release(history *past, uint32_t first_page)
+{
+    uint32_t at = find_entry(past, first_page);
+    uint32_t name = past->regions[at] - 1;
+    if (name != NONE) {
+        remove_entry(past, at);
+        past->roles[name].first_page = NONE;
+    }
+    append(past, (event){.role = name, .kind = EVENT_RELEASE});
+}
+
+static bool concerns(const event *e, uint32_t offset)
+{
+    return e->kind == EVENT_RELEASE || (e->kind != EVENT_RESERVE && offset - e->offset < e->count);
+}
+
+bool history_next_use(const history *past, uint32_t first_page, uint32_t offset, use *next)
+{
+    uint32_t name = role_of(past, first_page);
+    if (name == NONE || past->cursor == NONE)
+        return false;
+    /* What happened in (cursor, now) will happen again from now on; what happened in the same stretch up to
+     * the cursor comes one period later. The earliest of the first, else of the second, is the next use. */
+    uint32_t period = history_reach(past), newest = past->now - 1;
+    uint32_t soon = NONE, later = NONE, index = past->roles[name].last_event;
+    for (uint32_t step = 0; step < STEPS_MAX && index != NONE && is_kept(past, index); step++) {
+        const event *e = history_event(past, index);
+        if (index + period <= past->cursor)
+            break;
+        if (concerns(e, offset)) {
+            if (index > past->cursor)
+                soon = index;
+            else
+                later = index;
+        }
+        index = e->previous;
+    }
+    uint32_t found = soon != NONE ? soon : later;
+    if (found == NONE)
+        return false;
+    next->kind = history_event(past, found)->kind;
+    next->time = newest + (found - past->cursor) + (soon == NONE ? period : 0);
+    return true;
+}
