@@ -12,7 +12,8 @@
 
 typedef struct totals {
     uint64_t used[PAGERT_TIER_COUNT], reserved, in_queue[QUEUE_COUNT], in_host_list[HOST_LISTS];
-    uint64_t host_leaving, host_in_transfer, move_in_transfer, evictable, vacating, moving, held, pages_in_flight;
+    uint64_t host_leaving, host_in_transfer, move_in_transfer, evictable, vacating, moving, held;
+    uint64_t pages_in_flight;
 } totals;
 
 static int check_copies(const pagert_pager *pager, const page *p)
