@@ -140,10 +140,9 @@ int pagert_pin_start(pagert_pager *pager, pagert_pin *pin);
 
 /* 1: ready. 0: still pending. Negative: the pin failed; pagert_unpin() it. Amortised O(pages).
  * A pin that is pending because pages it needs are in a transfer holds no frames yet: other pins may come
- * first, and its poll may still end in any error of pagert_pin_start(), or in PAGERT_E_TRANSFER where a page
- * that was to make room could not. Poll all that are pending after a
- * transfer completed, after a pin became ready, failed or was let go of, and when a poll leaves the pager
- * idle: it may have withdrawn what they waited for. */
+ * first, and its poll may still end in any error of pagert_pin_start(), or in PAGERT_E_TRANSFER where room
+ * could not be made. Poll all that are pending after a transfer completed, after a pin became ready, failed
+ * or was let go of, and when a poll leaves the pager idle: it may have withdrawn what they waited for. */
 int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin);
 
 /* Let go of a pin that was started: ready, pending or failed. Pages that were still being fetched stay

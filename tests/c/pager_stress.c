@@ -499,6 +499,8 @@ static void require_progress(driver *d)
 
 static void finish_round(driver *d)
 {
+    if (d->failure_percent > 0 && chance(d, 50)) /* nothing works any more: everybody is told so */
+        d->failure_percent = 100;
     require_progress(d);
     for (uint32_t p = 0; p < PINS_MAX; p++)
         if (d->pins[p].started)

@@ -9,8 +9,8 @@ from core_world import World
 from pagert._core import pager as c
 
 
-def settle(world: World) -> None:
-    """Carry out everything, successfully, until nothing is left to do. Failed pins are let go of.
+def settle(world: World, result: int = 0) -> None:
+    """Carry out everything, with this result, until nothing is left to do. Failed pins are let go of.
 
     No pin may wait then: nobody would ever wake it.
     """
@@ -22,7 +22,7 @@ def settle(world: World) -> None:
             budget -= 1
             world.claim(budget > 0, "transfers without end")
         while world.flights:
-            world.finish(world.flights[0])
+            world.finish(world.flights[0], result)
             progress = True
         for pin in world.pending:
             was_idle = world.core.is_idle

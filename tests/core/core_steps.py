@@ -162,6 +162,7 @@ class Walk:
     shape: Shape
     pins_max: int
     steps: list[Step]
+    broken: bool = False  # at the end every transfer fails, until nothing is left to do
 
     def run(self) -> None:
         """Raise `Violation` if the core breaks a promise on the way or at the end."""
@@ -170,6 +171,8 @@ class Walk:
         for name, arguments in self.steps:
             getattr(steps, name)(*arguments)
             world.verify()
+        if self.broken:
+            settle(world, EIO)
         close(world)
 
     def violation(self) -> Violation | None:
@@ -210,7 +213,8 @@ def random_walk(rng: random.Random, length: int, failing: float) -> Walk:
     """Any set-up, and `length` steps."""
     shape = random_shape(rng)
     pins_max = rng.randint(1, 6)
-    return Walk(shape, pins_max, [random_step(rng, failing) for _ in range(length)])
+    steps = [random_step(rng, failing) for _ in range(length)]
+    return Walk(shape, pins_max, steps, broken=failing > 0 and rng.random() < 0.5)
 
 
 def random_shape(rng: random.Random) -> Shape:

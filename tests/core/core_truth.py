@@ -50,6 +50,7 @@ class Truth:
         self.failed_moves = 0
         self.granted_pages = 0
         self.prefetched_pages = 0
+        self.was_full = False
         self.log: list[str] = []
 
     def claim(self, truth: bool, *words: object) -> None:
@@ -58,7 +59,9 @@ class Truth:
             raise Violation(f"{text}\n{self.shape}\n" + "\n".join(self.log))
 
     def note(self, line: str) -> None:
+        """Each call of the core ends with one."""
         self.log.append(line)
+        self.was_full = self.was_full or self.full_is_justified()
 
     def region_of(self, page: int) -> Range | None:
         for region in self.regions:
@@ -87,6 +90,9 @@ class Truth:
             return False
         low = self.shape.tiers[-1]
         usage = self.core.usage(low)
+        free = usage.capacity_frames - usage.used_frames
+        if free >= len(self.truth):
+            return False
         going = 0
         for page in self.truth:
             info = self.core.page(page)
@@ -94,7 +100,7 @@ class Truth:
             on_device = info.frame[c.DEVICE] != c.NONE and info.dirty
             on_host = low == c.FLASH and info.frame[c.HOST] != c.NONE
             going += not lower_is_lowest and (on_device or on_host)
-        return usage.capacity_frames - usage.used_frames < going
+        return free < going
 
     def check_frames_refusal(
         self, error: c.CoreError, exact: bool, feasible: bool, range_count: int, page_count: int
@@ -105,8 +111,8 @@ class Truth:
         self.claim(error.frames_unheld <= self.shape.device, "frames_unheld", error)
 
     def check_pin_failure(self, error: c.CoreError) -> None:
-        if error.code == c.E_FULL:
-            self.claim(self.full_is_justified(), "the lower tiers have room, but", error)
+        if error.code == c.E_FULL:  # it failed when they were full, and is told now
+            self.claim(self.was_full, "the lower tiers have room, but", error)
             return
         self.claim(error.code == c.E_TRANSFER, "a pending pin failed with", error)
         failure = error.failure

@@ -215,6 +215,7 @@ class World(Truth):
             self.note(f"{call}  # {error}")
             if error.code == c.E_FULL:
                 self.claim(self.full_is_justified(), "the lower tiers have room, but", error)
+                self.lingering |= set(access.pages)
             else:
                 self.claim(error.code == c.E_FRAMES, "prefetch", error)
             return
@@ -292,8 +293,8 @@ class World(Truth):
             self.failures.append((flight.pages, link, result))
             self.failed_moves += 1
         self.flights.remove(flight)
-        self.note(f"core.complete({flight.name}, {result})")
         self.core.complete(flight.transfer, result)
+        self.note(f"core.complete({flight.name}, {result})")
 
     def locate(self, access: Access) -> None:
         got = self.core.locate(access.region.handle, access.offset_bytes, access.size_bytes)

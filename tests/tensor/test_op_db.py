@@ -79,7 +79,7 @@ def compare(paged, plain, what, contents=True, close=False):
             assert one == other or (one != one and other != other), what
 
 
-@pytest.mark.parametrize("make_pager", ["fake"], indirect=True)
+@pytest.mark.parametrize("make_pager", ["fake", "host"], indirect=True)
 @pytest.mark.parametrize("op", op_db, ids=lambda op: op.full_name)
 def test_op_db_forward_is_bitwise_equal(op, make_pager):
     if not op.dtypes:

@@ -12,7 +12,7 @@
 
 typedef struct totals {
     uint64_t used[PAGERT_TIER_COUNT], reserved, in_queue[QUEUE_COUNT], in_host_list[HOST_LISTS];
-    uint64_t host_leaving, host_in_transfer, evictable, vacating, moving, held, pages_in_flight;
+    uint64_t host_leaving, host_in_transfer, move_in_transfer, evictable, vacating, moving, held, pages_in_flight;
 } totals;
 
 static int check_copies(const pagert_pager *pager, const page *p)
@@ -75,6 +75,7 @@ static int check_queue(const pagert_pager *pager, uint32_t index, totals *sum)
         break;
     case PAGERT_MOVE:
         CHECK(has(p, PAGE_MOVING) && pager->frames[p->move_frame].page == NONE);
+        sum->move_in_transfer++;
         break;
     case PAGERT_HOST_TO_DEVICE:
         CHECK(p->copy[PAGERT_DEVICE] == COPY_INCOMING && device_owns(pager, index));
@@ -239,6 +240,7 @@ int pagert_check(const pagert_pager *pager)
     CHECK(sum.held == pager->held_frames);
     CHECK(sum.host_leaving == pager->host_leaving);
     CHECK(sum.host_in_transfer == pager->host_in_transfer);
+    CHECK(sum.move_in_transfer == pager->move_in_transfer);
     CHECK(sum.reserved == pager->reserved_pages);
     CHECK(sum.pages_in_flight >= pager->in_flight);
     return 0;

@@ -142,6 +142,7 @@ struct pagert_pager {
     page_list host_lists[HOST_LISTS];
     uint32_t host_leaving;     /* pages with PAGE_LEAVING_HOST */
     uint32_t host_in_transfer; /* host copies whose page stands in a link's queue or is in flight */
+    uint32_t move_in_transfer; /* pages whose MOVE stands in its queue or is in flight */
     uint32_t vacating;         /* device frames of leaving pages, promised to nobody */
     uint32_t moving;           /* pages with PAGE_MOVING */
     uint32_t held_frames;      /* device frames of held pages */

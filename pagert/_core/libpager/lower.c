@@ -120,9 +120,10 @@ void lower_grant_host(pagert_pager *pager)
         enum departure departure = NO_VICTIM;
         if (pager->host_leaving < waiting->count)
             departure = start_departure(pager);
-        if (departure == NO_VICTIM && pager->host_leaving == 0 && pager->host_in_transfer == 0)
-            lower_fail_waiter(pager, NULL);
-        else if (departure == NO_VICTIM)
-            return;
+        if (departure != NO_VICTIM)
+            continue;
+        if (pager->host_leaving > 0 || pager->host_in_transfer > 0 || pager->move_in_transfer > 0)
+            return; /* after those there may be a victim */
+        lower_fail_waiter(pager, NULL);
     }
 }

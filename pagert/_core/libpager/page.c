@@ -22,6 +22,7 @@ void page_enqueue(pagert_pager *pager, uint32_t index, uint32_t queue)
     p->queue = queue & 15;
     list_append(pager, &pager->queues[queue], LIST_QUEUE, index);
     pager->host_in_transfer += uses_host_copy(queue);
+    pager->move_in_transfer += queue == PAGERT_MOVE;
 }
 
 /* Its transfer is handed out: `queue` goes on to say which, the list forgets it. */
@@ -42,6 +43,7 @@ void page_leave_queue(pagert_pager *pager, uint32_t index)
         list_remove(pager, &pager->queues[p->queue], LIST_QUEUE, index);
     clear_flag(p, PAGE_IN_FLIGHT);
     pager->host_in_transfer -= uses_host_copy(p->queue);
+    pager->move_in_transfer -= p->queue == PAGERT_MOVE;
     p->queue = QUEUE_NONE;
 }
 
