@@ -98,8 +98,11 @@ def compare(job: Job, trace: pagert.Trace) -> list[dict[str, Any]]:
             moved = row["fetched_bytes"] + row["written_bytes"]
             row["of_min"] = moved / least if least else 1.0 if not moved else float("inf")
             place = f"{pages * trace.page_bytes / 2**20:.0f} MiB" if number == 0 else ""
-            print(f"{place:>10}  {policy:<10}{row['misses']:9.0f}{row['waited_for']:9.0f}"
-                  f"{row['fetched_bytes'] / MB:12.1f}{row['written_bytes'] / MB:12.1f}{row['of_min']:8.3f}{row['seconds']:9.2f}")  # fmt: skip
+            print(
+                f"{place:>10}  {policy:<10}{row['misses']:9.0f}{row['waited_for']:9.0f}"
+                f"{row['fetched_bytes'] / MB:12.1f}{row['written_bytes'] / MB:12.1f}"
+                f"{row['of_min']:8.3f}{row['seconds']:9.2f}"
+            )
         results.append({"budget_bytes": pages * trace.page_bytes, "policies": rows})
     return results
 
