@@ -148,12 +148,11 @@ def test_pages_to_come_are_fetched_before_they_are_asked_for():
     """After some rounds nothing is a fault any more, although one third of the pages fits."""
     run = Run(30, 10, "lookahead")
     regions = run.written_pages(30)
-    for repeat in range(8):
+    for _ in range(8):
         before = run.core.counters().faults
         for region in regions:
             run.use((region, 0, PAGE_BYTES, c.READ))
             run.core.look_ahead(4)
             run.carry_out()
         faults = run.core.counters().faults - before
-    assert repeat == 7
     assert faults <= 3
