@@ -60,9 +60,11 @@ def _which(step_count: int) -> str:
     """Name the steps that `Simulation.steady_steps` takes."""
     if step_count == 0:
         return "the whole trace"
-    if step_count <= 3:
-        return f"step {min(step_count, 2)} of {step_count}"
-    return f"the mean of steps 2 to {step_count - 1} of {step_count}"
+    numbers = range(1, step_count + 1)
+    steady = numbers[2:-1] or numbers[1:-1] or numbers[-1:]
+    if len(steady) == 1:
+        return f"step {steady[0]} of {step_count}"
+    return f"the mean of steps {steady[0]} to {steady[-1]} of {step_count}"
 
 
 def bars(rows: Sequence[Row], policies: Sequence[str], width: int) -> Text:

@@ -182,14 +182,15 @@ class Walk:
             return violation
         return None
 
-    def shrink(self) -> Walk:
-        """Leave steps out as long as it still fails in the same words."""
+    def shrink(self, runs_max: int = 300) -> Walk:
+        """Leave steps out as long as it still fails in the same words, in so many runs at most."""
         kind = claim_of(self.violation())
         walk = self
         length = len(walk.steps)
         while length > 0:
             start = 0
-            while start < len(walk.steps):
+            while start < len(walk.steps) and runs_max > 0:
+                runs_max -= 1
                 shorter = dataclasses.replace(
                     walk, steps=walk.steps[:start] + walk.steps[start + length :]
                 )

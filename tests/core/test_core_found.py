@@ -210,3 +210,141 @@ def test_pins_that_fail_do_not_count_as_faults() -> None:
     assert pin is None or pin.failed
     assert world.core.counters().faults == 2
     close(world)
+
+
+def test_region_of_a_pin_that_was_refused_late_is_released_after_it_is_let_go_of() -> None:
+    world = World(Shape(device=4, host=0, flash=4, page_count=23))
+    region, other = world.reserve(4 * PAGE_BYTES), world.reserve(3 * PAGE_BYTES)
+    world.prefetch(pages_of(region, 1, 3))
+    for _ in range(2):
+        world.take()
+    pin = world.start([whole(other, c.UPDATE), pages_of(region, 3, 1, c.UPDATE)])
+    assert world.start([pages_of(region, 0, 1, c.OVERWRITE)]).granted
+    world.poll(pin)
+    assert pin.failed
+    assert not world.release(other)
+    world.unpin(pin)
+    assert world.release(other)
+    let_go(world)
+    close(world)
+
+
+def test_pin_is_told_that_the_tiers_are_full_though_no_page_was_to_come_yet() -> None:
+    """Each attempt evicted one more page that nothing below could take: without end, in one call."""
+    world = World(Shape(device=4, host=1, flash=0, page_count=22))
+    region = world.reserve(6 * PAGE_BYTES)
+    world.unpin(world.start([pages_of(region, 1, 3, c.OVERWRITE)]))
+    world.start([whole(world.reserve(PAGE_BYTES), c.OVERWRITE)])
+    pin = world.start([whole(world.reserve(PAGE_BYTES), c.OVERWRITE)])
+    settle(world)
+    world.unpin(pin)
+    assert world.start([pages_of(region, 2, 3, c.OVERWRITE)]) is None
+    let_go(world)
+    close(world)
+
+
+def test_pin_is_told_that_no_move_works() -> None:
+    world = World(Shape(device=7, host=0, flash=1, transfer_pages_max=4, page_count=23))
+    region, other = world.reserve(9 * PAGE_BYTES), world.reserve(PAGE_BYTES)
+    world.prefetch(pages_of(region, 2, 7))
+    first = world.take()
+    pin = world.start(
+        [pages_of(region, 8, 1), whole(other, c.OVERWRITE), pages_of(region, 1, 5, c.READ)]
+    )
+    world.finish(first)
+    settle(world, EIO)
+    assert pin not in world.pins
+    close(world)
+
+
+def test_page_that_a_pin_was_to_overwrite_may_fail_when_it_is_read_after_all() -> None:
+    world = World(Shape(device=6, host=8, flash=0, page_count=8))
+    shared, other, more = (world.reserve(PAGE_BYTES) for _ in range(3))
+    first = world.start([whole(shared, c.OVERWRITE), whole(other)])
+    second = world.start([whole(shared, c.OVERWRITE), whole(more)])
+    reader = world.start([whole(shared)])
+    world.unpin(first)
+    while flight := world.take():
+        world.finish(flight, EIO if flight.transfer.first_page == shared.first else 0)
+    for pin in (second, reader):
+        world.poll(pin)
+        assert pin.failed
+    settle(world)
+    close(world)
+
+
+def test_claim_to_overwrite_passes_to_the_next_pin_that_overwrites() -> None:
+    world = World(Shape(device=6, host=8, flash=0, page_count=8))
+    shared, other, more = (world.reserve(PAGE_BYTES) for _ in range(3))
+    first = world.start([whole(shared, c.OVERWRITE), whole(other)])
+    second = world.start([whole(shared, c.OVERWRITE), whole(more)])
+    world.unpin(first)
+    let_go(world)
+    assert second.granted
+    assert world.moved[c.FILL] == 2, "the page that is overwritten was filled"
+    close(world)
+
+
+def clean_between(world: World, outer: tuple[int, int]) -> None:
+    """A clean page with a copy on the host, while a flush goes on, in the frame between two others.
+
+    The outer pages get older than that one; they are used in these modes.
+    """
+    first, page, last = (world.reserve(PAGE_BYTES) for _ in range(3))
+    pins = []
+    for region, mode in ((first, c.READ), (page, c.OVERWRITE), (last, c.READ)):
+        pins.append(world.start([whole(region, mode)]))
+        settle(world)
+    for pin in pins:
+        world.unpin(pin)
+    assert world.flush() == 1
+    settle(world)
+    for region, mode in ((first, outer[0]), (last, outer[1]), (page, c.READ)):
+        world.unpin(world.start([whole(region, mode)]))
+
+
+def test_page_on_the_move_has_a_host_frame_that_may_become_free() -> None:
+    world = World(Shape(device=3, host=1, flash=8, page_count=8))
+    region = world.reserve(2 * PAGE_BYTES)
+    world.unpin(world.start([whole(region, c.OVERWRITE)]))
+    for _ in range(2):
+        world.evict(whole(region))
+        settle(world)
+    clean_between(world, (c.READ, c.READ))
+    pin = world.start([whole(region)])
+    settle(world)
+    assert pin.granted
+    close(world)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_move_is_given_up_while_the_host_copy_leaves(failing: int) -> None:
+    """A page waits for the frame of another one whose writeback fails."""
+    world = World(Shape(device=3, host=2, flash=8, page_count=8))
+    clean_between(world, (c.UPDATE, c.UPDATE))
+    world.start([whole(world.reserve(2 * PAGE_BYTES))])
+    leaving = world.take(1 << c.HOST_TO_FLASH)
+    assert leaving.transfer.first_page == 1
+    for _ in range(2):
+        flight = world.take(1 << c.DEVICE_TO_HOST)
+        if flight is not None:
+            world.finish(flight, EIO)
+    world.finish(leaving)
+    let_go(world)
+    close(world)
+
+
+def test_failed_departure_from_the_host_names_its_own_page() -> None:
+    world = World(Shape(device=2, host=1, flash=2, transfer_pages_max=2, page_count=4))
+    first, second = world.reserve(2 * PAGE_BYTES), world.reserve(2 * PAGE_BYTES)
+    for region in (first, second):
+        pin = world.start([whole(region, c.OVERWRITE)])
+        settle(world)
+        world.unpin(pin)
+    pin = world.start([whole(first, c.OVERWRITE)])
+    flight = world.take(1 << c.HOST_TO_FLASH)
+    world.finish(flight, EIO)
+    world.poll(pin)  # names another page: a violation
+    assert pin.failed
+    let_go(world)
+    close(world)

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
+
+from core_apart import run_apart
 
 from pagert._core import pager as c
 
@@ -43,8 +43,6 @@ def test_the_constant_part_is_small() -> None:
 
 # Run apart, so that what the tests' own process holds does not count.
 HUGE = """
-    from pagert._core import pager as c
-
     def resident_bytes():
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096
@@ -68,7 +66,7 @@ HUGE = """
 def grown_bytes(program: str) -> int:
     """Run `program` on a pager of 100 TiB, 1.68 thousand million pages; how much memory it took."""
     text = textwrap.dedent(HUGE) + textwrap.dedent(program) + "print(resident_bytes() - before)\n"
-    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    run = run_apart(text)
     assert run.returncode == 0, run.stderr
     return int(run.stdout)
 

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
+import signal
 
 import pytest
+from core_apart import run_apart
 from core_drive import close, settle
 from core_model import PAGE_BYTES, Access, Range, Shape, pages_of, whole
 from core_world import World
@@ -338,17 +337,15 @@ def test_access_beyond_the_last_byte_but_inside_the_last_page_is_no_surprise() -
 def test_completion_of_what_is_not_in_flight_never_passes(mistake: str) -> None:
     """A mistake of the program: refused or aborted, but not taken."""
     program = f"""
-        from pagert._core import pager as c
         core = c.Core(page_bytes=4096, page_count=16, device_frames=4, flash_frames=16)
         region = core.reserve(4096)
         pin = core.pin([(region, 0, 4096, c.READ)])
         transfer = core.next_transfer()
         {mistake}
         """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, check=False
-    )
+    run = run_apart(program)
     assert run.returncode != 0, "the core took it"
+    assert run.returncode == -signal.SIGABRT or "CoreError" in run.stderr, run.stderr
 
 
 def test_unaligned_ends_of_a_range_count_whole_pages() -> None:

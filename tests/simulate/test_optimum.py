@@ -9,6 +9,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import pagert
+from pagert.simulation import available_policies
 
 PAGES = st.integers(0, 4)
 READS = st.lists(st.tuples(PAGES, st.just("r")), min_size=1, max_size=14)
@@ -50,13 +51,20 @@ def test_min_moves_the_fewest_pages(trace: oracles.Plain, spare: int, stored: bo
     assert found.lower_bound_pages == found.moved_pages
 
 
-@given(st.lists(TOGETHER, min_size=1, max_size=60), st.integers(0, 4), st.integers(0, 4))
+@pytest.mark.parametrize("policy", [name for name in available_policies() if name != "min"])
+@given(
+    st.lists(TOGETHER, min_size=1, max_size=20), st.integers(1, 4), st.integers(0, 4),
+    st.integers(0, 4), st.booleans(),
+)  # fmt: skip
 def test_no_policy_of_the_core_is_better_than_min(
-    trace: oracles.Plain, spare: int, host: int
+    policy: str, once: oracles.Plain, repeats: int, spare: int, host: int, prefetch: bool
 ) -> None:
+    trace = once * repeats
     capacity = least_capacity(trace) + spare
     best = pagert.simulate(trace, capacity_pages=capacity, host_pages=host, policy="min")
-    real = pagert.simulate(trace, capacity_pages=capacity, host_pages=host, policy="lru")
+    real = pagert.simulate(
+        trace, capacity_pages=capacity, host_pages=host, policy=policy, prefetch=prefetch
+    )
     assert best.moved_pages <= real.moved_pages
     assert (
         best.flash_read_pages + best.flash_written_pages
