@@ -67,6 +67,7 @@ def simulate(
     policy: str = "lru",
     host_pages: int = 0,
     prefetch: bool = False,
+    discard: bool = True,
 ) -> Simulation:
     """Run a policy over a trace without bytes, and count what it moves.
 
@@ -92,6 +93,9 @@ def simulate(
     prefetch : bool
         Whether a policy may fetch what it expects next, as under a pager. Without, `faults` are misses;
         with it, prefetched pages are misses that nobody waited for.
+    discard : bool
+        For "min": whether dirty pages that are overwritten or released next may be thrown away unwritten,
+        which only hindsight allows. Without, it is the optimum for policies that must not lose bytes.
 
     Returns
     -------
@@ -132,7 +136,7 @@ def simulate(
     if policy == "min":
         from pagert.simulation.optimum import find_optimum
 
-        steps, bound = find_optimum(trace, capacity_pages, host_pages)
+        steps, bound = find_optimum(trace, capacity_pages, host_pages, discard)
     else:
         from pagert.simulation.replay import replay
 

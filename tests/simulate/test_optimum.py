@@ -41,13 +41,15 @@ def test_pages_that_were_stored_are_fetched_at_each_fault(
 
 
 @settings(max_examples=400)
-@given(MIXED, st.integers(0, 2), st.booleans())
-def test_min_moves_the_fewest_pages(trace: oracles.Plain, spare: int, stored: bool) -> None:
+@given(MIXED, st.integers(0, 2), st.booleans(), st.booleans())
+def test_min_moves_the_fewest_pages(
+    trace: oracles.Plain, spare: int, stored: bool, discard: bool
+) -> None:
     capacity = least_capacity(trace) + spare
     made = pagert.Trace.from_accesses(trace, stored=stored)
-    found = pagert.simulate(made, capacity_pages=capacity, policy="min")
+    found = pagert.simulate(made, capacity_pages=capacity, policy="min", discard=discard)
     note(f"{found}")
-    assert found.moved_pages == oracles.least_moved(trace, capacity, stored)
+    assert found.moved_pages == oracles.least_moved(trace, capacity, stored, discard)
     assert found.lower_bound_pages == found.moved_pages
 
 
@@ -61,7 +63,9 @@ def test_no_policy_of_the_core_is_better_than_min(
 ) -> None:
     trace = once * repeats
     capacity = least_capacity(trace) + spare
-    best = pagert.simulate(trace, capacity_pages=capacity, host_pages=host, policy="min")
+    best = pagert.simulate(
+        trace, capacity_pages=capacity, host_pages=host, policy="min", discard=False
+    )
     real = pagert.simulate(
         trace, capacity_pages=capacity, host_pages=host, policy=policy, prefetch=prefetch
     )
