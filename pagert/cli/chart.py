@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +31,8 @@ def table(rows: Sequence[Row], policies: Sequence[str], known: dict[str, Any]) -
     made = Table(
         title=f"{known['trace']}: {unit} moved in {_which(known['finished_steps'])}",
         title_justify="left",
+        box=SIMPLE_HEAD,  # narrow: with a host tier it must still fit 80 columns
+        padding=(0, 0, 0, 1),
     )
     made.add_column("device", justify="right", no_wrap=True)
     if with_host:
