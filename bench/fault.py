@@ -142,12 +142,17 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     close_copy()
 
     figures: dict[str, Any] = {"machine": facts, "page_bytes": PAGE_BYTES}
-    print(f"\none page of {PAGE_BYTES >> 10} KiB        microseconds: median   fastest tenth   slowest tenth")
+    print(
+        f"\none page of {PAGE_BYTES >> 10} KiB        microseconds: median   fastest tenth   slowest tenth"
+    )
     for name, values in taken.items():
         tenths = statistics.quantiles(values, n=10)
         figures[name] = {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1]}
         print(f"{name:<24}{figures[name]['median']:20.1f}{tenths[0]:16.1f}{tenths[-1]:16.1f}")
-    for fault, raw in (("fault from flash", "flash engine alone"), ("fault from host", "copy engine alone")):
+    for fault, raw in (
+        ("fault from flash", "flash engine alone"),
+        ("fault from host", "copy engine alone"),
+    ):
         figures[fault]["ratio"] = figures[fault]["median"] / figures[raw]["median"]
         more = figures[fault]["median"] - figures[raw]["median"]
         print(f"{fault}: {figures[fault]['ratio']:.2f} of the {raw}; {more:+.1f} us")

@@ -162,7 +162,9 @@ class Runtime:
 
     def _check_open(self, what: str) -> None:
         if self.closed:
-            raise PagerClosed(f"{what} needs an open pager, and this one is closed; use it inside its `with` block")
+            raise PagerClosed(
+                f"{what} needs an open pager, and this one is closed; use it inside its `with` block"
+            )
 
     def __enter__(self: _Self) -> _Self:
         self._check_open("a with block")

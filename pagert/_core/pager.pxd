@@ -169,3 +169,10 @@ cdef extern from "pagert/pager.h" nogil:
     int pagert_page(const pagert_pager *pager, uint32_t page, pagert_page_info *info)
 
     int pagert_check(const pagert_pager *pager)
+
+
+cdef class Core:
+    cdef pagert_pager *_pager    # lies in the memory below
+    cdef void *_memory           # owned, mapped
+    cdef uint64_t _mapped_bytes
+    cdef readonly uint64_t memory_bytes

@@ -226,11 +226,6 @@ def memory_bytes(*, page_bytes, page_count, device_frames, host_frames=0, flash_
 cdef class Core:
     """One pager and the memory it lives in, mapped lazily. Single-threaded, like the core itself."""
 
-    cdef pagert_pager *_pager
-    cdef void *_memory
-    cdef uint64_t _mapped_bytes
-    cdef readonly uint64_t memory_bytes
-
     def __cinit__(self, *, page_bytes, page_count, device_frames, host_frames=0, flash_frames=0,
                   transfer_pages_max=1, str policy="lru", memory_bytes=None):
         cdef pagert_config config

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # Mirrors include/pagert/pump.h: same names, same order. Then the classes that own its handles.
 
-from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 
+from pagert._core.arena cimport Arena
 from pagert._core.flash cimport CopyEngine, FlashFile, pagert_engine
 from pagert._core.pager cimport (
     PAGERT_LINK_COUNT, PAGERT_TIER_COUNT, pagert_access, pagert_config, pagert_counters, pagert_failure,
     pagert_pin, pagert_region, pagert_residency, pagert_transfer, pagert_usage,
 )
+from pagert._core.users cimport user
 
 cdef extern from "pagert/pump.h" nogil:
     ctypedef struct pagert_pump:
@@ -68,38 +70,12 @@ cdef extern from "pagert/pump.h" nogil:
     int pagert_pump_check(pagert_pump *pump)
 
 
-# A call that may wait, or a pin from its start to its release.
-cdef struct user:
-    unsigned long thread
-    bint ready                  # a pin that is held
-    bint for_frames             # waits until other threads let go of frames; holds none by itself
-    user *older
-    user *younger
-
 # A pin with what the pump's owner needs beside it; `pin` comes first, so that both share an address.
 cdef struct held_pin:
     pagert_pin pin
     user user
     pagert_access accesses[1]   # as many as the pin has
 
-
-# A device arena, for what happens to it in a fork.
-cdef struct forkable:
-    uintptr_t address
-    size_t size_bytes
-    user **pins
-    forkable *older
-    forkable *younger
-
-
-cdef class Arena:
-    cdef void *mapping          # owned
-    cdef size_t mapping_bytes
-    cdef readonly unsigned long long address
-    cdef readonly size_t size_bytes
-    cdef unsigned long process  # count of forks when it was made
-
-    cdef void give_back(self) noexcept
 
 cdef class Region
 
@@ -118,17 +94,14 @@ cdef class Pump:
     cdef user *calls            # under way in some thread: close() waits for them
     cdef user *pins             # held, or on their way to be; the youngest first
     cdef uint64_t releases      # counts those that left `pins`
-    cdef forkable *forks        # owned
     cdef public list recorder   # where set: what operators need and regions that come and go, in order
     cdef uint64_t region_count  # regions so far: the number of the next one
 
     cdef bint stop_quietly(self)
-    cdef void leave_forks(self) noexcept
     cdef void forget(self, held_pin *held) noexcept
     cdef void let_go(self, held_pin *held) noexcept
     cdef int enter(self) except -1
     cdef int own(self, Region region) except -1
-    cdef bint others_hold(self) noexcept
     cdef int wait(self, str what, double *started, bint *warned) except -1
     cdef int hold(self, held_pin *held) except -1
     cdef int wait_for(self, held_pin *held, int outcome, uint64_t releases) except -1

@@ -4,18 +4,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from pagert._core.arena import Arena as Arena
+
 READ: int
 UPDATE: int
 OVERWRITE: int
-
-class Arena:
-    """Page-aligned anonymous memory backed by huge pages where the kernel gives them; a buffer."""
-
-    def __init__(self, size_bytes: int) -> None: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def size_bytes(self) -> int: ...
 
 class Region:
     """A range of virtual pages that backs one storage. Released when collected, without a lock."""

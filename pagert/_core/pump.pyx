@@ -7,16 +7,17 @@ take no lock: they leave a node for the pump to find.
 """
 
 cimport cython
-from libc.errno cimport EBADMSG, EINVAL, ENOMEM, ETIMEDOUT, errno
+from libc.errno cimport EBADMSG, EINVAL, ENOMEM, ETIMEDOUT
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
-from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport Py_XINCREF, PyObject
 
+from pagert._core.arena cimport count_of_forks
+from pagert._core.users cimport link, others_hold, unlink
 from pagert._core.pager cimport (
     PAGERT_DEVICE, PAGERT_E_FRAMES, PAGERT_E_FULL, PAGERT_E_PAGES, PAGERT_E_STALE, PAGERT_E_STATE,
     PAGERT_E_TRANSFER, PAGERT_FLASH, PAGERT_HOST, PAGERT_OVERWRITE, PAGERT_READ, PAGERT_UPDATE,
@@ -26,6 +27,7 @@ from pagert._core.pager cimport (
 import logging
 import os
 
+from pagert._core.arena import Arena, format_size
 from pagert.errors import (
     ConfigurationError,
     ForeignTensor,
@@ -39,19 +41,10 @@ from pagert.errors import (
 
 __all__ = ["OVERWRITE", "READ", "UPDATE", "Arena", "Pin", "Pump", "Region"]
 
-cdef extern from "sys/mman.h" nogil:
-    void *mmap(void *address, size_t length, int protection, int flags, int fd, long offset)
-    int munmap(void *address, size_t length)
-    int madvise(void *address, size_t length, int advice)
-    const int PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE
-    const int MADV_HUGEPAGE, MADV_DONTNEED, MADV_DONTFORK, MADV_DOFORK
-    void *MAP_FAILED
-
 READ = <object>PAGERT_READ
 UPDATE = <object>PAGERT_UPDATE
 OVERWRITE = <object>PAGERT_OVERWRITE
 
-cdef size_t HUGE_PAGE_BYTES = 2 << 20
 cdef uint64_t SLICE_NS = 50_000_000       # a wait looks for Ctrl-C this often
 cdef uint32_t MEMORY_DEPTH = 16           # copies in flight; each is cut among the copy threads anyway
 LINKS = ("fill of a zero page", "move within the device tier", "copy from host to device",
@@ -60,76 +53,10 @@ LINKS = ("fill of a zero page", "move within the device tier", "copy from host t
 CLOSE = "close()"
 _log = logging.getLogger("pagert")
 
-# Forks. A child has neither the threads nor the rings, and must not double the arenas by copying on write:
-# it gets no arena at all, unless an operator or a resident() block holds some of it at that moment. Then
-# the plain tensors that look at it stay valid in the child too.
-
-cdef unsigned long fork_count = 0
-
-cdef forkable *forkables = NULL
-
-
-def _before_fork():
-    cdef forkable *one = forkables
-    while one:
-        madvise(<void *>one.address, one.size_bytes, MADV_DOFORK if one.pins[0] else MADV_DONTFORK)
-        one = one.older
-
-
-def _after_fork_in_child():
-    global fork_count, forkables
-    fork_count += 1
-    forkables = NULL
-
-
-os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
-
-
 cdef double now() noexcept nogil:
     cdef timespec t
     clock_gettime(CLOCK_MONOTONIC, &t)
     return <double>t.tv_sec + 1e-9 * <double>t.tv_nsec
-
-
-def _size(uint64_t size_bytes):
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.4g} {unit}"
-    return f"{size_bytes} bytes"
-
-
-cdef class Arena:
-    """Anonymous memory for frames: aligned to 2 MiB and backed by huge pages where the kernel has them.
-
-    Where the bytes lie decides the speed of direct I/O: scattered OS pages split every request. Memory is
-    taken when it is first touched. Exposes a writable buffer of bytes.
-    """
-
-    def __cinit__(self, size_t size_bytes):
-        self.mapping_bytes = size_bytes + HUGE_PAGE_BYTES
-        self.mapping = mmap(NULL, self.mapping_bytes, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
-        if self.mapping == MAP_FAILED:
-            self.mapping = NULL
-            raise MemoryError(f"cannot map {_size(size_bytes)} for a tier: {os.strerror(errno)}; "
-                              "lower device_bytes or host_bytes")
-        self.address = (<uintptr_t>self.mapping + HUGE_PAGE_BYTES - 1) & ~(HUGE_PAGE_BYTES - 1)
-        self.size_bytes = size_bytes
-        self.process = fork_count
-        madvise(<void *><uintptr_t>self.address, size_bytes, MADV_HUGEPAGE)  # refused: ordinary OS pages
-
-    def __dealloc__(self):
-        # In a forked child something else may lie there by now.
-        if self.mapping and self.process == fork_count:
-            munmap(self.mapping, self.mapping_bytes)
-
-    cdef void give_back(self) noexcept:
-        """Drop the contents. The addresses stay valid for the storage that was made of them."""
-        if self.process == fork_count:
-            madvise(<void *><uintptr_t>self.address, self.size_bytes, MADV_DONTNEED)
-
-    def __getbuffer__(self, Py_buffer *buffer, int flags):
-        PyBuffer_FillInfo(buffer, self, <void *><uintptr_t>self.address, self.size_bytes, 0, flags)
 
 
 # None of these can be part of a cycle of references. The garbage collector must not clear their attributes
@@ -187,29 +114,6 @@ cdef class Pin:
         self.release()
 
 
-cdef void global_set_forkables(forkable *youngest) noexcept:
-    global forkables
-    forkables = youngest
-
-
-cdef void link(user **youngest, user *one) noexcept:
-    one.thread = PyThread_get_thread_ident()
-    one.younger = NULL
-    one.older = youngest[0]
-    if one.older:
-        one.older.younger = one
-    youngest[0] = one
-
-
-cdef void unlink(user **youngest, user *one) noexcept:
-    if one.older:
-        one.older.younger = one.younger
-    if one.younger:
-        one.younger.older = one.older
-    else:
-        youngest[0] = one.older
-
-
 @cython.no_gc
 cdef class Pump:
     """The core, its lock, its thread and its arenas. See include/pagert/pump.h."""
@@ -227,7 +131,7 @@ cdef class Pump:
         self.device_frames = device_frames
         self.warn_seconds = warn_seconds
         self.deadline_seconds = deadline_seconds
-        self.process = fork_count
+        self.process = count_of_forks()
         self.arena = Arena(page_bytes * device_frames)
         options.config.page_bytes = page_bytes
         options.config.page_count = page_count
@@ -267,22 +171,15 @@ cdef class Pump:
             self.handle = NULL
             self.close_engines()
             raise
-        self.forks = <forkable *>calloc(1, sizeof(forkable))
-        if self.forks:  # without it the arena is never in a child
-            self.forks.address = self.arena.address
-            self.forks.size_bytes = self.arena.size_bytes
-            self.forks.pins = &self.pins
-            self.forks.older = forkables
-            if forkables:
-                forkables.younger = self.forks
-            global_set_forkables(self.forks)
+        self.arena.set_held(<void **>&self.pins)
 
     def __dealloc__(self):
         # Nobody can reach it any more, and its regions are gone. In a forked child neither the thread nor
         # the requests exist, and the arenas are not its own.
-        if self.process != fork_count:
+        if self.process != count_of_forks():
             return
-        self.leave_forks()
+        if self.arena is not None:
+            self.arena.set_held(NULL)
         if self.handle and not self.stop_quietly():
             # The kernel may still write to the arenas: they, the engines and the thread stay for good.
             for kept in (self.arena, self.host_arena, self.copy_engine, self.flash):
@@ -315,19 +212,6 @@ cdef class Pump:
                        "deadline_seconds=%g; its memory is not given back", limit)
         return False
 
-    cdef void leave_forks(self) noexcept:
-        cdef forkable *one = self.forks
-        if not one:
-            return
-        self.forks = NULL
-        if one.older:
-            one.older.younger = one.younger
-        if one.younger:
-            one.younger.older = one.older
-        else:
-            global_set_forkables(one.older)
-        free(one)
-
     cdef void forget(self, held_pin *held) noexcept:
         unlink(&self.pins, &held.user)
         self.releases += 1
@@ -335,7 +219,7 @@ cdef class Pump:
     cdef void let_go(self, held_pin *held) noexcept:
         """End a pin that `hold` granted."""
         self.forget(held)
-        if self.handle and self.process == fork_count:
+        if self.handle and self.process == count_of_forks():
             pagert_pump_unpin(self.handle, &held.pin)
 
     def close_engines(self):
@@ -359,7 +243,7 @@ cdef class Pump:
 
     cdef int enter(self) except -1:
         """Refuse a closed pump, and one that belongs to the process before a fork."""
-        if self.process != fork_count:
+        if self.process != count_of_forks():
             raise PagerClosed("this pager belongs to the parent process; its memory and files are not "
                               "shared: make a pager of its own in the child")
         if not self.handle or self.closing:
@@ -374,21 +258,6 @@ cdef class Pump:
                                 "other's pager first")
         return 0
 
-    cdef bint others_hold(self) noexcept:
-        """Whether a thread that does not wait for frames itself holds a pin: then waiting can help."""
-        cdef unsigned long me = PyThread_get_thread_ident()
-        cdef user *one = self.pins
-        cdef user *other
-        while one:
-            if one.thread != me and not one.for_frames:
-                other = self.pins
-                while other and not (other.thread == one.thread and other.for_frames):
-                    other = other.older
-                if not other:
-                    return True
-            one = one.older
-        return False
-
     cdef int wait(self, str what, double *started, bint *warned) except -1:
         """Between two slices of a wait: Ctrl-C, close(), the warning and the deadline."""
         cdef pagert_pump_state state
@@ -402,7 +271,7 @@ cdef class Pump:
             pagert_pump_get_state(self.handle, &state)
             oldest = ("nothing is in flight" if state.oldest_link == PAGERT_LINK_COUNT else
                       f"the oldest of {state.in_flight} transfers in flight is a "
-                      f"{LINKS[state.oldest_link]} of {_size(state.oldest_bytes)}, "
+                      f"{LINKS[state.oldest_link]} of {format_size(state.oldest_bytes)}, "
                       f"{state.oldest_request_ns * 1e-9:.1f} s old")
             where = "" if self.flash is None else f"; flash lies in {self.flash.folder}"
             text = f"{what} has waited {waited:.3g} s: {oldest}{where}"
@@ -418,7 +287,7 @@ cdef class Pump:
         cdef uint64_t capacity = self.device_frames
         if code == PAGERT_E_FRAMES:
             error = OutOfFrames(
-                f"a pin needs {pin.frames_needed} frames ({_size(pin.frames_needed * self.page_bytes)}); "
+                f"a pin needs {pin.frames_needed} frames ({format_size(pin.frames_needed * self.page_bytes)}); "
                 f"{pin.frames_unheld} of {capacity} are unpinned; raise device_bytes or use smaller tensors")
             error.needed_bytes = pin.frames_needed * self.page_bytes
             error.unpinned_bytes = pin.frames_unheld * self.page_bytes
@@ -426,8 +295,8 @@ cdef class Pump:
             raise error
         pagert_pump_get_state(self.handle, &state)
         tiers = ", ".join(
-            f"{name} {_size(state.usage[i].used_frames * self.page_bytes)} of "
-            f"{_size(state.usage[i].capacity_frames * self.page_bytes)}"
+            f"{name} {format_size(state.usage[i].used_frames * self.page_bytes)} of "
+            f"{format_size(state.usage[i].capacity_frames * self.page_bytes)}"
             for i, name in enumerate(("device", "host", "flash")) if state.usage[i].capacity_frames)
         if code == PAGERT_E_FULL:
             raise TierFull(f"changed pages must leave the device, and no tier below has room for them "
@@ -514,7 +383,7 @@ cdef class Pump:
                 self.refuse(outcome, &held.pin, &failure)
             held.user.for_frames = True
             if releases == self.releases:
-                if not self.others_hold():
+                if not others_hold(self.pins):
                     self.refuse(outcome, &held.pin, NULL)
                 seen = pagert_pump_changes(self.handle)
                 with nogil:
@@ -683,7 +552,7 @@ cdef class Pump:
         cdef unsigned long me = PyThread_get_thread_ident()
         cdef user *one = self.pins
         cdef uint64_t seen
-        if not self.handle or self.closing or self.process != fork_count:
+        if not self.handle or self.closing or self.process != count_of_forks():
             return
         while one:
             if one.ready:
@@ -718,7 +587,6 @@ cdef class Pump:
         self.handle = NULL  # from here on regions are not handed back one by one
         with nogil:
             pagert_pump_close(handle)
-        self.leave_forks()
         self.close_engines()
         self.arena.give_back()
         self.host_arena = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +31,8 @@ def table(rows: Sequence[Row], policies: Sequence[str], known: dict[str, Any]) -
     made = Table(
         title=f"{known['trace']}: {unit} moved in {_which(known['finished_steps'])}",
         title_justify="left",
+        box=SIMPLE_HEAD,  # narrow: with a host tier it must still fit 80 columns
+        padding=(0, 0, 0, 1),
     )
     made.add_column("device", justify="right", no_wrap=True)
     if with_host:
@@ -60,9 +63,11 @@ def _which(step_count: int) -> str:
     """Name the steps that `Simulation.steady_steps` takes."""
     if step_count == 0:
         return "the whole trace"
-    if step_count <= 3:
-        return f"step {min(step_count, 2)} of {step_count}"
-    return f"the mean of steps 2 to {step_count - 1} of {step_count}"
+    numbers = range(1, step_count + 1)
+    steady = numbers[2:-1] or numbers[1:-1] or numbers[-1:]
+    if len(steady) == 1:
+        return f"step {steady[0]} of {step_count}"
+    return f"the mean of steps {steady[0]} to {steady[-1]} of {step_count}"
 
 
 def bars(rows: Sequence[Row], policies: Sequence[str], width: int) -> Text:

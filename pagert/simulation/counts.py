@@ -16,6 +16,8 @@ class Counts:
     ----------
     hits, faults : int
         Pages that an operator found on the device, and others.
+    prefetched_pages : int
+        Pages fetched before an operator asked for them, which it then found: hits that cost a fetch.
     fetched_pages, written_pages : int
         Pages that came to the device from the tier below, and that were written from it to there.
     flash_read_pages, flash_written_pages : int
@@ -24,6 +26,7 @@ class Counts:
 
     hits: int = 0
     faults: int = 0
+    prefetched_pages: int = 0
     fetched_pages: int = 0
     written_pages: int = 0
     flash_read_pages: int = 0

@@ -10,6 +10,9 @@ epoch, since a dirty page that leaves several times is written once. (With write
 Beckmann, Gibbons, Haeupler, McGuffey, "Writeback-aware caching", 2020.) What remains free goes to gaps that cost
 nothing, which saves faults.
 
+A policy that runs may not throw dirty pages away, since it does not know but only expects that they are overwritten
+or released next. `discard=False` is the optimum for such policies.
+
 It shares no code with the core, and is never more than what a policy of the core can reach: no window need be
 contiguous here.
 """
@@ -22,16 +25,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from pagert.simulation.counts import Counts
-from pagert.simulation.program import solve
+from pagert.simulation.program import shares_a_write, solve
 from pagert.simulation.uses import Gap, Uses, read_uses
 from pagert.trace import Operator, Step, Trace
 
 __all__ = ["find_optimum"]
 
 
-def find_optimum(trace: Trace, capacity_pages: int, host_pages: int) -> tuple[list[Counts], int]:
+def find_optimum(
+    trace: Trace, capacity_pages: int, host_pages: int, discard: bool = True
+) -> tuple[list[Counts], int]:
     """Find the counts of each step, and a proven lower bound on what the device moves in sum."""
-    uses = read_uses(trace)
+    uses = read_uses(trace, discard)
     step_of, step_count = _steps(trace)
     device, bound = _moved(uses, capacity_pages, step_of, step_count)
     flash = device
@@ -60,6 +65,8 @@ def _moved(
     faults, fetched = uses.first_uses.copy(), uses.first_fetches.copy()
     written = np.zeros_like(faults)
     for gap, kept_pages in zip(uses.gaps, kept):
+        if gap.released:
+            continue
         faults[gap.end] += gap.page_count - kept_pages
         fetched[gap.end] += (gap.page_count - kept_pages) * gap.fetches
     for epoch in uses.epochs:
@@ -91,24 +98,32 @@ def _keep(uses: Uses, room: np.ndarray) -> tuple[list[int], int]:
     """How many pages to keep over each gap; a lower bound on the pages moved because of the rest."""
     kept = [gap.page_count if not gap.spans else 0 for gap in uses.gaps]
     costly = [number for epoch in uses.epochs for number in epoch.gaps]
+    bound = 0
     if costly:
-        alike = len({(epoch.dirty, len(epoch.gaps) > 1 and epoch.dirty) for epoch in uses.epochs}) == 1
-        if alike and not any(epoch.dirty and len(epoch.gaps) > 1 for epoch in uses.epochs):
-            weight = 2 if uses.epochs[0].dirty else 1
+        weights = _weights(uses)
+        if len(set(weights.values())) == 1 and not any(shares_a_write(e) for e in uses.epochs):
             chosen = keep_nearest([uses.gaps[number] for number in costly], room)
             left = sum(uses.gaps[number].page_count for number in costly) - sum(chosen)
-            bound = weight * left
+            bound = weights[costly[0]] * left
         else:
-            chosen, bound = solve(uses, costly, room)
+            chosen, bound = solve(uses, [(number, weights[number]) for number in costly], room)
         room = room - occupied([uses.gaps[n] for n in costly], chosen, len(room))
         for number, pages in zip(costly, chosen):
             kept[number] = pages
-    else:
-        bound = 0
-    free = [n for n, gap in enumerate(uses.gaps) if gap.spans and not gap.fetches]
+    settled = set(costly)
+    free = [n for n, gap in enumerate(uses.gaps) if gap.spans and n not in settled]
     for number, pages in zip(free, keep_nearest([uses.gaps[n] for n in free], room)):
         kept[number] = pages
     return kept, bound
+
+
+def _weights(uses: Uses) -> dict[int, int]:
+    """What each costly gap costs for every page that leaves, but for writes that gaps share."""
+    return {
+        number: uses.gaps[number].fetches + (epoch.dirty and not shares_a_write(epoch))
+        for epoch in uses.epochs
+        for number in epoch.gaps
+    }
 
 
 def keep_nearest(gaps: Sequence[Gap], room: np.ndarray) -> list[int]:

@@ -12,15 +12,25 @@ from typing import Any
 import numpy as np
 
 from pagert.errors import ConfigurationError
-from pagert.simulation.uses import Uses
+from pagert.simulation.uses import Epoch, Uses
 
-__all__ = ["solve"]
+__all__ = ["shares_a_write", "solve"]
 
 _SECONDS = 120.0  # then the best schedule so far and the bound so far
 
 
-def solve(uses: Uses, costly: list[int], room: np.ndarray) -> tuple[list[int], int]:
-    """Pages to keep over each costly gap; the least number of pages that must move because of the rest."""
+def shares_a_write(epoch: Epoch) -> bool:
+    """Whether pages that leave in several gaps are written in the first of them only."""
+    return epoch.dirty and len(epoch.gaps) > 1
+
+
+def solve(
+    uses: Uses, costly: list[tuple[int, int]], room: np.ndarray
+) -> tuple[list[int], int]:
+    """Pages to keep over each costly gap; the least number of pages that must move because of the rest.
+
+    `costly` has the number of each gap, and what it costs for each page that leaves, but for shared writes.
+    """
     try:
         from scipy import sparse
         from scipy.optimize import Bounds, LinearConstraint, milp
@@ -29,13 +39,11 @@ def solve(uses: Uses, costly: list[int], room: np.ndarray) -> tuple[list[int], i
             "policy 'min' needs SciPy where gaps between uses cost different amounts, and it is not "
             "installed; pip install 'pagert[bench]'"
         ) from None
-    several = [epoch for epoch in uses.epochs if epoch.dirty and len(epoch.gaps) > 1]
-    written = {number for epoch in uses.epochs if epoch.dirty for number in epoch.gaps}
-    shared = {number for epoch in several for number in epoch.gaps}
+    several = [epoch for epoch in uses.epochs if shares_a_write(epoch)]
     gap_count, operator_count = len(costly), len(room)
-    column = {number: index for index, number in enumerate(costly)}
-    pages = np.array([uses.gaps[n].page_count for n in costly])
-    weights = np.array([1 + (n in written and n not in shared) for n in costly])
+    column = {number: index for index, (number, _) in enumerate(costly)}
+    pages = np.array([uses.gaps[number].page_count for number, _ in costly])
+    weights = np.array([weight for _, weight in costly])
 
     total = gap_count + operator_count + len(several)
     rows: list[int] = []
@@ -47,9 +55,10 @@ def solve(uses: Uses, costly: list[int], room: np.ndarray) -> tuple[list[int], i
         columns.append(at)
         values.append(value)
 
-    for index, number in enumerate(costly):
+    for index, (number, _) in enumerate(costly):
         put(uses.gaps[number].start + 1, index, 1)
-        put(uses.gaps[number].end, index, -1)
+        if uses.gaps[number].end < operator_count:
+            put(uses.gaps[number].end, index, -1)
     for time in range(operator_count):
         put(time, gap_count + time, 1)
         if time:
@@ -80,5 +89,5 @@ def solve(uses: Uses, costly: list[int], room: np.ndarray) -> tuple[list[int], i
     if found.x is None:
         raise RuntimeError(f"the solver found no schedule: {found.message}")
     kept = [round(value) for value in found.x[:gap_count]]
-    everything = int((weights * pages).sum())
+    everything = int((weights * pages).sum())  # and no shared write: the program counts those
     return kept, everything + int(np.ceil(found.mip_dual_bound - 1e-6))

@@ -53,11 +53,11 @@ class Simulation(Counts):
     def steady_steps(self) -> tuple[Counts, ...]:
         """The steps that stand for all others.
 
-        Finished ones, without the first, in which optimizer state comes to be, and without the last,
-        after which the optimum need keep nothing; as far as there are enough of them.
+        Finished ones, without the first two, in which optimizer state comes to be and a policy learns, and
+        without the last, after which the optimum need keep nothing; as far as there are enough of them.
         """
         finished = self.steps[: self.finished_steps] or self.steps
-        return finished[1:-1] or finished[-1:]
+        return finished[2:-1] or finished[1:-1] or finished[-1:]
 
 
 def simulate(
@@ -66,6 +66,8 @@ def simulate(
     capacity_pages: int,
     policy: str = "lru",
     host_pages: int = 0,
+    prefetch: bool = False,
+    discard: bool = True,
 ) -> Simulation:
     """Run a policy over a trace without bytes, and count what it moves.
 
@@ -88,6 +90,12 @@ def simulate(
     host_pages : int
         Frames of the host tier; 0: none. For "min", what the device moves is the optimum for the
         device alone, and what flash moves that for device and host together: each is a lower bound.
+    prefetch : bool
+        Whether a policy may fetch what it expects next, as under a pager. Without, `faults` are misses;
+        with it, prefetched pages are misses that nobody waited for.
+    discard : bool
+        For "min": whether dirty pages that are overwritten or released next may be thrown away unwritten,
+        which only hindsight allows. Without, it is the optimum for policies that must not lose bytes.
 
     Returns
     -------
@@ -128,11 +136,11 @@ def simulate(
     if policy == "min":
         from pagert.simulation.optimum import find_optimum
 
-        steps, bound = find_optimum(trace, capacity_pages, host_pages)
+        steps, bound = find_optimum(trace, capacity_pages, host_pages, discard)
     else:
         from pagert.simulation.replay import replay
 
-        steps = replay(trace, capacity_pages, host_pages, policy)
+        steps = replay(trace, capacity_pages, host_pages, policy, prefetch)
     total = sum(steps, Counts())
     return Simulation(
         policy=policy,

@@ -5,8 +5,9 @@ Pages that are used alike are one group. An operator's number is its time. Betwe
 gap: its pages are kept on the device, or leave and come back. What leaving costs:
 
 - a fetch, where the next use reads and the page has bytes (it was written, or stored from the start);
-- a writeback, where it is dirty. Pages written once and evicted in several gaps before they are written
-  again cost one writeback only: those gaps are of one epoch, which begins with the write.
+- a writeback, where it is dirty and its bytes are read again; or wherever it is dirty, for whoever may not throw
+  dirty pages away. Pages written once and evicted in several gaps before they are written again cost one
+  writeback only: those gaps are of one epoch, which begins with the write.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ _Pattern = tuple[tuple[int, str], ...]
 
 @dataclass(frozen=True)
 class Gap:
-    """Pages between two uses, at `start` and `end`: while the operators in between run."""
+    """Pages between two uses, at `start` and `end`, or between the last one and their release."""
 
     start: int
     end: int
     page_count: int
     fetches: bool
+    released: bool = False  # `end` is no use, but the operator before which they are released
 
     @property
     def spans(self) -> bool:
@@ -62,8 +64,8 @@ class Uses:
     first_uses: np.ndarray  # pages that each operator is the first to use
 
 
-def read_uses(trace: Trace) -> Uses:
-    """Group the pages of a trace, and find their gaps."""
+def read_uses(trace: Trace, discard: bool = True) -> Uses:
+    """Group the pages of a trace, and find their gaps; `discard`: dirty pages may be thrown away."""
     needed = np.array(
         [
             sum(access.page_count for access in event.accesses)
@@ -73,21 +75,21 @@ def read_uses(trace: Trace) -> Uses:
         dtype=np.int64,
     )
     uses = Uses(needed, [], [], np.zeros_like(needed), np.zeros_like(needed))
-    for (stored, pattern), page_count in _groups(trace).items():
-        _add_gaps(uses, pattern, page_count, stored)
+    for (stored, released, pattern), page_count in _groups(trace).items():
+        _add_gaps(uses, pattern, page_count, stored, None if discard else released)
     return uses
 
 
-def _groups(trace: Trace) -> dict[tuple[bool, _Pattern], int]:
-    """Number of pages of each pattern of use."""
-    groups: dict[tuple[bool, _Pattern], int] = {}
+def _groups(trace: Trace) -> dict[tuple[bool, int, _Pattern], int]:
+    """Number of pages of each pattern of use: stored at first, when released, and how used."""
+    groups: dict[tuple[bool, int, _Pattern], int] = {}
     live: dict[int, tuple[int, bool]] = {}
     ranges: dict[int, list[tuple[int, int, int, str]]] = {}
 
     def close(region: int) -> None:
         _, stored = live.pop(region)
         for pattern, page_count in _segments(ranges.pop(region, [])):
-            key = stored, pattern
+            key = stored, time, pattern
             groups[key] = groups.get(key, 0) + page_count
 
     time = 0
@@ -121,7 +123,10 @@ def _segments(ranges: list[tuple[int, int, int, str]]) -> Iterator[tuple[_Patter
             yield tuple(pattern), bounds[index + 1] - bounds[index]
 
 
-def _add_gaps(uses: Uses, pattern: _Pattern, page_count: int, stored: bool) -> None:
+def _add_gaps(
+    uses: Uses, pattern: _Pattern, page_count: int, stored: bool, written_until: int | None
+) -> None:
+    """Add the gaps of one group. With `written_until`, dirty pages that leave before are always written."""
     first_time, first_mode = pattern[0]
     uses.first_uses[first_time] += page_count
     if stored and first_mode != "o":
@@ -133,11 +138,16 @@ def _add_gaps(uses: Uses, pattern: _Pattern, page_count: int, stored: bool) -> N
             has_bytes = dirty = True
         gap = Gap(start, end, page_count, has_bytes and next_mode != "o")
         uses.gaps.append(gap)
-        if gap.fetches and gap.spans:
+        if gap.spans and (gap.fetches or (dirty and written_until is not None)):
             epoch.append(len(uses.gaps) - 1)
         if next_mode != "r":
             if epoch:
                 uses.epochs.append(Epoch(page_count, tuple(epoch), dirty))
             epoch = []
+    last_time, last_mode = pattern[-1]
+    dirty |= last_mode != "r"
+    if written_until is not None and dirty and written_until - last_time > 1:
+        uses.gaps.append(Gap(last_time, written_until, page_count, fetches=False, released=True))
+        epoch.append(len(uses.gaps) - 1)
     if epoch:
         uses.epochs.append(Epoch(page_count, tuple(epoch), dirty))

@@ -10,7 +10,7 @@ share theirs. Autograd, version counters and views are PyTorch's own; operators 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch

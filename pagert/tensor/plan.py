@@ -39,7 +39,6 @@ class Plan:
     __slots__ = (
         "argument_names",
         "call",
-        "call",
         "gradients",
         "kind",
         "list_names",
@@ -49,7 +48,6 @@ class Plan:
         "overwrites",
         "reason",
         "route",
-        "simple",
         "simple",
         "whole",
         "written",
@@ -67,8 +65,6 @@ class Plan:
     whole: bool  # it looks at the whole storage of its first operand, not only at its elements
     reason: str  # why the operator is refused, and the remedy
     route: Callable[..., Any]
-    call: Callable[..., Any]  # the operator below its Python wrapper
-    simple: bool  # DENSE without anything that needs a second look at a call
     call: Callable[..., Any]  # the operator below its Python wrapper
     simple: bool  # DENSE without anything that needs a second look at a call
 
@@ -240,8 +236,6 @@ def analyse(op: torch._ops.OpOverload) -> Plan:
         )
     plan.whole = op.namespace == "aten" and base in _WHOLE_STORAGE
     plan.reason = _REFUSED.get(base, "")
-    plan.call = op._op
-    plan.simple = plan.kind is Kind.DENSE and plan.overwrites is None and not plan.whole
     plan.call = op._op
     plan.simple = plan.kind is Kind.DENSE and plan.overwrites is None and not plan.whole
     return plan

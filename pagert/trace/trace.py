@@ -183,7 +183,7 @@ class Trace:
         OSError
             The file cannot be written.
         """
-        file.write(path, self._columns.packed(), self.page_bytes, self.metadata)
+        file.write(path, self.rows, self.page_bytes, self.metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -206,7 +206,7 @@ class Trace:
         return len(self._columns) - self._columns.access_count
 
     def __iter__(self) -> Iterator[Event]:
-        return _unpack(self._columns.packed())
+        return _unpack(self.rows)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trace):
@@ -214,7 +214,7 @@ class Trace:
         return (
             self.page_bytes == other.page_bytes
             and self.metadata == other.metadata
-            and bool(np.array_equal(self._columns.packed(), other._columns.packed()))
+            and bool(np.array_equal(self.rows, other.rows))
         )
 
     __hash__ = None  # type: ignore[assignment]  # it grows
@@ -224,6 +224,11 @@ class Trace:
             f"<Trace: {self.operator_count} operators, {self.page_uses} page uses, "
             f"{self.region_count} regions, {self.step_count} steps, pages of {self.page_bytes} bytes>"
         )
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The events as they are packed: see `pagert.trace.columns`. Do not change them."""
+        return self._columns.packed()
 
     @property
     def region_count(self) -> int:

@@ -64,9 +64,16 @@ def held(request, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["device_bytes", "host_bytes", "flash_bytes", "page_bytes"])
-@pytest.mark.parametrize("value", ["12 parsecs", "", "MiB", "-1MiB", -4096, float("nan"), object(), True])
+@pytest.mark.parametrize(
+    "value", ["12 parsecs", "", "MiB", "-1MiB", -4096, float("nan"), object(), True]
+)
 def test_a_size_that_is_none_is_refused_with_its_name_and_value(tmp_path, name, value):
-    settings = {"device_bytes": "1MiB", "host_bytes": "1MiB", "flash_path": tmp_path, "flash_bytes": "1MiB"}
+    settings = {
+        "device_bytes": "1MiB",
+        "host_bytes": "1MiB",
+        "flash_path": tmp_path,
+        "flash_bytes": "1MiB",
+    }
     with pytest.raises(pagert.ConfigurationError, match=name) as caught:
         pagert.Pager(**{**settings, name: value})
     assert repr(value) in str(caught.value) or str(value) in str(caught.value)
@@ -96,7 +103,9 @@ def test_a_budget_beyond_memory_is_refused_when_it_is_mapped():
 
 def test_a_flash_path_that_is_missing_is_refused(tmp_path):
     missing = tmp_path / "missing"
-    with pytest.raises(pagert.ConfigurationError, match="does not exist; create the folder") as caught:
+    with pytest.raises(
+        pagert.ConfigurationError, match="does not exist; create the folder"
+    ) as caught:
         open_pager("device+flash", missing)
     assert str(missing) in str(caught.value)
 
@@ -151,7 +160,7 @@ def test_a_flash_path_that_is_read_only_is_refused(tmp_path):
 
 def test_a_flash_path_that_is_full_is_refused_with_what_is_free(small_disk):
     before = os.statvfs(small_disk).f_bavail
-    with pytest.raises(OSError, match="raise|lower flash_bytes") as caught:
+    with pytest.raises(OSError, match="lower flash_bytes") as caught:
         open_pager("device+flash", small_disk, flash_bytes="64MiB")
     assert caught.value.errno == errno.ENOSPC
     assert str(caught.value.filename) == str(small_disk)
@@ -189,7 +198,9 @@ def test_a_flash_file_beyond_the_process_limit_is_refused(tmp_path):
 
 def test_operands_that_do_not_fit_the_device_are_refused_with_what_is_missing(held):
     pager = held.pager
-    large = pager.tensor(torch.ones(400_000))  # 1.53 MiB: a tensor may be larger than the device tier
+    large = pager.tensor(
+        torch.ones(400_000)
+    )  # 1.53 MiB: a tensor may be larger than the device tier
     for call in (large.sin, large.resident().__enter__):
         with pytest.raises(pagert.OutOfFrames, match="raise device_bytes") as caught:
             call()
@@ -293,8 +304,6 @@ def test_every_use_after_close_is_refused_by_name(setup, tmp_path):
             pytest.fail(f"{name} worked on a closed pager")
     assert "PagedTensor" in repr(tensors[0]) or "tensor" in repr(tensors[0])
     assert tensors[0].shape == (65536,)
-    del module, tensors, view, context
-    gc.collect()
     assert os.listdir(tmp_path) == []
 
 

@@ -170,7 +170,9 @@ def test_one_thread_does_not_wait_for_itself(make_pump):
     pump = make_pump(8)
     first, second = pump.reserve(6 * PAGE_BYTES), pump.reserve(6 * PAGE_BYTES)
     with pump.pin([(first, 0, first.size_bytes, UPDATE)]):
-        with pytest.raises(OutOfFrames, match=r"needs 6 frames \(24 KiB\); 2 of 8 are unpinned") as caught:
+        with pytest.raises(
+            OutOfFrames, match=r"needs 6 frames \(24 KiB\); 2 of 8 are unpinned"
+        ) as caught:
             pump.pin([(second, 0, second.size_bytes, READ)])
     assert caught.value.needed_bytes == 6 * PAGE_BYTES
     assert caught.value.unpinned_bytes == 2 * PAGE_BYTES

@@ -197,8 +197,19 @@ if way == "quick":
 """
 
 
-@pytest.mark.parametrize("setup", ["two", "three"])
-@pytest.mark.parametrize("way", ["end", "close", "thread", "resident", "exception", "quick"])
+@pytest.mark.parametrize(
+    ("way", "setup"),
+    [
+        ("end", "two"),
+        ("end", "three"),
+        ("close", "three"),
+        ("thread", "two"),
+        ("thread", "three"),
+        ("resident", "two"),
+        ("exception", "three"),
+        ("quick", "two"),
+    ],
+)
 def test_the_process_ends_and_leaves_nothing(tmp_path, way, setup):
     done = subprocess.run(
         [sys.executable, "-c", EXIT, str(tmp_path), way, setup],
@@ -236,7 +247,11 @@ def in_child(call) -> int:
 
 @pytest.fixture(params=["flash", "host"])
 def pager(request, tmp_path):
-    below = {"flash_path": tmp_path, "flash_bytes": "16MiB"} if request.param == "flash" else {"host_bytes": "16MiB"}
+    below = (
+        {"flash_path": tmp_path, "flash_bytes": "16MiB"}
+        if request.param == "flash"
+        else {"host_bytes": "16MiB"}
+    )
     with pagert.Pager(device_bytes="1MiB", page_bytes=4096, **below) as opened:
         yield opened
         assert opened.pump.check() == 0
@@ -349,7 +364,12 @@ def test_the_arena_does_not_double_while_a_forked_child_lives(pager):
 
 
 def test_two_pagers_in_one_folder_keep_their_bytes_apart(tmp_path):
-    settings = {"device_bytes": "1MiB", "flash_path": tmp_path, "flash_bytes": "16MiB", "page_bytes": 4096}
+    settings = {
+        "device_bytes": "1MiB",
+        "flash_path": tmp_path,
+        "flash_bytes": "16MiB",
+        "page_bytes": 4096,
+    }
     with pagert.Pager(**settings) as first, pagert.Pager(**settings) as second:
         ones = [first.tensor(torch.full((65536,), float(k))) for k in range(9)]
         twos = [second.tensor(torch.full((65536,), -float(k))) for k in range(9)]

@@ -25,9 +25,11 @@ def operators(trace: Plain) -> Iterator[tuple[dict[int, str], list[int]]]:
         yield needed, [page for page, mode in pairs if mode == "f"]
 
 
-def least_moved(trace: Plain, capacity: int, stored_first: bool = False) -> int:
+def least_moved(
+    trace: Plain, capacity: int, stored_first: bool = False, discard: bool = True
+) -> int:
     """Fewest pages fetched and written: every set of pages is thrown out before every operator."""
-    return _least(trace, capacity, stored_first, count_faults=False)
+    return _least(trace, capacity, stored_first, count_faults=False, discard=discard)
 
 
 def least_faults(trace: Plain, capacity: int) -> int:
@@ -35,14 +37,16 @@ def least_faults(trace: Plain, capacity: int) -> int:
     return _least(trace, capacity, False, count_faults=True)
 
 
-def _least(trace: Plain, capacity: int, stored_first: bool, count_faults: bool) -> int:
+def _least(
+    trace: Plain, capacity: int, stored_first: bool, count_faults: bool, discard: bool = True
+) -> int:
     pages = {page for needed, _ in operators(trace) for page in needed}
     below = frozenset(pages) if stored_first else frozenset()
     # Of each state (resident pages with their dirt, valid copies below): what it costs to get there.
     costs: dict[tuple[State, frozenset[int]], int] = {((), below): 0}
     elements = list(operators(trace))
     for position, (needed, released) in enumerate(elements):
-        dead = {page for page in pages if _is_dead(page, elements[position:])}
+        dead = {page for page in pages if discard and _is_dead(page, elements[position:])}
         reached: dict[tuple[State, frozenset[int]], int] = {}
         for (resident, stored), cost in costs.items():
             free_to_go = [page for page, _ in resident if page not in needed]

@@ -9,6 +9,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import pagert
+from pagert.simulation import available_policies
 
 PAGES = st.integers(0, 4)
 READS = st.lists(st.tuples(PAGES, st.just("r")), min_size=1, max_size=14)
@@ -40,23 +41,34 @@ def test_pages_that_were_stored_are_fetched_at_each_fault(
 
 
 @settings(max_examples=400)
-@given(MIXED, st.integers(0, 2), st.booleans())
-def test_min_moves_the_fewest_pages(trace: oracles.Plain, spare: int, stored: bool) -> None:
+@given(MIXED, st.integers(0, 2), st.booleans(), st.booleans())
+def test_min_moves_the_fewest_pages(
+    trace: oracles.Plain, spare: int, stored: bool, discard: bool
+) -> None:
     capacity = least_capacity(trace) + spare
     made = pagert.Trace.from_accesses(trace, stored=stored)
-    found = pagert.simulate(made, capacity_pages=capacity, policy="min")
+    found = pagert.simulate(made, capacity_pages=capacity, policy="min", discard=discard)
     note(f"{found}")
-    assert found.moved_pages == oracles.least_moved(trace, capacity, stored)
+    assert found.moved_pages == oracles.least_moved(trace, capacity, stored, discard)
     assert found.lower_bound_pages == found.moved_pages
 
 
-@given(st.lists(TOGETHER, min_size=1, max_size=60), st.integers(0, 4), st.integers(0, 4))
+@pytest.mark.parametrize("policy", [name for name in available_policies() if name != "min"])
+@given(
+    st.lists(TOGETHER, min_size=1, max_size=20), st.integers(1, 4), st.integers(0, 4),
+    st.integers(0, 4), st.booleans(),
+)  # fmt: skip
 def test_no_policy_of_the_core_is_better_than_min(
-    trace: oracles.Plain, spare: int, host: int
+    policy: str, once: oracles.Plain, repeats: int, spare: int, host: int, prefetch: bool
 ) -> None:
+    trace = once * repeats
     capacity = least_capacity(trace) + spare
-    best = pagert.simulate(trace, capacity_pages=capacity, host_pages=host, policy="min")
-    real = pagert.simulate(trace, capacity_pages=capacity, host_pages=host, policy="lru")
+    best = pagert.simulate(
+        trace, capacity_pages=capacity, host_pages=host, policy="min", discard=False
+    )
+    real = pagert.simulate(
+        trace, capacity_pages=capacity, host_pages=host, policy=policy, prefetch=prefetch
+    )
     assert best.moved_pages <= real.moved_pages
     assert (
         best.flash_read_pages + best.flash_written_pages

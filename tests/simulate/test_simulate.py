@@ -31,13 +31,16 @@ def test_a_policy_that_does_not_exist_is_refused_with_those_that_do() -> None:
         pagert.simulate(LOOP, capacity_pages=3, policy="fifo")
 
 
-@pytest.mark.skipif("lookahead" in available_policies(), reason="the core has lookahead")
-def test_lookahead_is_refused_while_the_core_has_none() -> None:
+def test_a_policy_that_the_core_lacks_is_refused_with_those_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pagert.simulation.replay.has_policy", lambda policy: policy == "lru")
+    assert available_policies() == ("lru", "min")
     with pytest.raises(pagert.ConfigurationError, match="there are 'lru', and 'min'"):
         pagert.simulate(LOOP, capacity_pages=3, policy="lookahead")
 
 
-@pytest.mark.parametrize("policy", ["lru", "min"])
+@pytest.mark.parametrize("policy", available_policies())
 def test_a_capacity_below_one_operator_says_what_it_needs(policy: str) -> None:
     trace = [(0, "r"), [(1, "r"), (2, "w"), (3, "o"), (1, "w")]]
     with pytest.raises(pagert.ConfigurationError, match=r"operator 1 .* needs 3 .* at least 3"):
@@ -51,7 +54,7 @@ def test_capacities_that_are_none_are_refused(capacity: object) -> None:
         pagert.simulate(LOOP, capacity_pages=capacity)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", ["lru", "min"])
+@pytest.mark.parametrize("policy", available_policies())
 def test_an_empty_trace_moves_nothing(policy: str) -> None:
     found = pagert.simulate([], capacity_pages=1, policy=policy)
     assert (found.hits, found.faults, found.moved_pages) == (0, 0, 0)
@@ -65,7 +68,7 @@ def test_results_are_frozen() -> None:
 
 
 def test_flash_is_spared_by_a_host_tier_that_holds_the_rest() -> None:
-    for policy in ("lru", "min"):
+    for policy in available_policies():
         found = pagert.simulate(LOOP, capacity_pages=3, host_pages=8, policy=policy)
         assert found.moved_pages > 0
         assert (found.flash_read_pages, found.flash_written_pages) == (0, 0)
@@ -83,13 +86,14 @@ def training(steps: int) -> Trace:
 
 
 def test_steps_sum_up_to_the_whole() -> None:
-    for policy in ("lru", "min"):
+    for policy in available_policies():
         found = pagert.simulate(training(5), capacity_pages=100, policy=policy)
         assert len(found.steps) == found.finished_steps == 5
-        assert len(found.steady_steps) == 3
+        assert found.steady_steps == found.steps[2:4]
         for name in ("hits", "faults", "fetched_pages", "written_pages"):
             assert sum(getattr(step, name) for step in found.steps) == getattr(found, name)
-    assert len(pagert.simulate(training(2), capacity_pages=100).steady_steps) == 1
+    short = pagert.simulate(training(2), capacity_pages=100)
+    assert short.steady_steps == short.steps[1:]
 
 
 def test_without_scipy_min_is_exact_on_reads_and_says_what_it_needs_else(
@@ -102,6 +106,16 @@ def test_without_scipy_min_is_exact_on_reads_and_says_what_it_needs_else(
     mixed = [[(0, "w")], [(1, "r")], [(0, "r")], [(1, "w")], [(2, "r")], [(0, "r"), (1, "r")]]
     with pytest.raises(pagert.ConfigurationError, match=r"pagert\[bench\]"):
         pagert.simulate(mixed, capacity_pages=2, policy="min")
+
+
+def test_prefetched_pages_are_hits_that_cost_a_fetch() -> None:
+    loop = Trace.from_accesses([(page, "r") for _ in range(9) for page in range(6)], stored=True)
+    for policy in available_policies():
+        plain = pagert.simulate(loop, capacity_pages=4, policy=policy)
+        assert (plain.faults, plain.prefetched_pages) == (plain.fetched_pages, 0)
+        ahead = pagert.simulate(loop, capacity_pages=4, policy=policy, prefetch=True)
+        assert ahead.fetched_pages >= ahead.faults
+        assert ahead.hits + ahead.faults == 54
 
 
 @pytest.fixture

@@ -144,6 +144,7 @@ struct pagert_pager {
     uint32_t host_in_transfer; /* host copies whose page stands in a link's queue or is in flight */
     uint32_t move_in_transfer; /* pages whose MOVE stands in its queue or is in flight */
     uint32_t vacating;         /* device frames of leaving pages, promised to nobody */
+    uint32_t last_vacated;     /* the frame of the last page that began to leave; a hint */
     uint32_t moving;           /* pages with PAGE_MOVING */
     uint32_t held_frames;      /* device frames of held pages */
     pagert_pin *unready;       /* pins that were started and are pending, or failed */

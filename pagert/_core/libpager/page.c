@@ -167,6 +167,7 @@ void page_start_leaving(pagert_pager *pager, uint32_t index)
         pager->counters.evictions++;
         device_forget(pager, index);
     } else {
+        pager->last_vacated = p->frame[PAGERT_DEVICE];
         page_advance(pager, index);
     }
 }

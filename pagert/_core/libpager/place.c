@@ -134,6 +134,8 @@ static uint32_t cheapest_run(const pagert_pager *pager, span s, bool *busy)
         uint32_t frame = frame_set_next_free(&pager->sets[PAGERT_DEVICE], cursor);
         if (frame == NONE)
             frame = frame_set_next_free(&pager->sets[PAGERT_DEVICE], 0);
+        if (frame == NONE && frame_class(pager, pager->last_vacated) == FRAME_VACATING)
+            frame = pager->last_vacated; /* the victim's own, most likely: no pass over all frames */
         if (frame != NONE)
             return frame;
     }

@@ -331,7 +331,7 @@ static bool upcoming(pagert_pager *pager, uint32_t *first_page, uint32_t *page_c
     if (!history_is_sure(past))
         return false;
     follow_cursor(state);
-    uint64_t window = pager->config.frame_count[PAGERT_DEVICE] / AHEAD_SHARE;
+    uint64_t window = 1 + pager->config.frame_count[PAGERT_DEVICE] / AHEAD_SHARE;
     for (; state->ahead < past->now && state->ahead_pages < window; state->ahead++) {
         const event *e = history_event(past, state->ahead);
         state->ahead_pages += pages_of(e);
