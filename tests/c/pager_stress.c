@@ -425,6 +425,7 @@ static void range_call(driver *d)
     } else if (call < 8) {
         int code = pagert_prefetch(d->pager, r->region, offset_bytes, size_bytes);
         REQUIRE(d, code == 0 || code == 1 || code == PAGERT_E_FRAMES || code == PAGERT_E_FULL);
+        (void)pagert_look_ahead(d->pager, call); /* nothing with lru */
     } else if (call == 8) {
         int64_t left = pagert_flush(d->pager, &failure);
         REQUIRE(d, left >= 0 || left == PAGERT_E_FULL || left == PAGERT_E_TRANSFER);
@@ -532,7 +533,7 @@ static void run_round(driver *d, uint64_t seed, uint64_t steps)
         .frame_count = {4 + random_below(d, 40), tiers == 0 ? 0 : 2 + random_below(d, 60),
                         tiers == 1 ? 0 : 2 + random_below(d, 200)},
         .transfer_pages_max = 1 + random_below(d, 16),
-        .policy = pagert_policy_lru(),
+        .policy = seed % 5 == 4 ? pagert_policy_lookahead() : pagert_policy_lru(),
     };
     uint64_t memory_bytes = (pagert_memory_bytes(&d->config) + 63) / 64 * 64;
     REQUIRE(d, memory_bytes > 0);

@@ -57,6 +57,7 @@ class Shape:
     flash: int
     transfer_pages_max: int = 1
     page_count: int = 24
+    policy: str = "lru"
 
     @property
     def frames(self) -> tuple[int, int, int]:
@@ -92,6 +93,7 @@ class Shape:
             host_frames=self.host,
             flash_frames=self.flash,
             transfer_pages_max=self.transfer_pages_max,
+            policy=self.policy,
         )
 
 

@@ -225,4 +225,5 @@ def random_shape(rng: random.Random) -> Shape:
     flash = rng.choice((page_count, rng.randint(1, 8)))
     host = rng.choice((page_count, rng.randint(1, 8), rng.randint(1, 8)))
     host, flash = rng.choice(((0, flash), (host, 0), (host, flash)))
-    return Shape(device, host, flash, rng.randint(1, 8), page_count)
+    policy = rng.choice(["lru", "lookahead"])
+    return Shape(device, host, flash, rng.randint(1, 8), page_count, policy)

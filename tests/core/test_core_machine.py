@@ -111,6 +111,11 @@ class CoreMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         self.steps.settle()
 
+    @rule(backlog=st.integers(1, 4))
+    def look_ahead(self, backlog: int) -> None:
+        self.world.log.append(f"core.look_ahead({backlog})")
+        self.world.core.look_ahead(backlog)
+
     @rule()
     def reset_counters(self) -> None:
         self.steps.reset_counters()
@@ -129,7 +134,10 @@ def shapes(
     hosts: st.SearchStrategy[int], flashes: st.SearchStrategy[int]
 ) -> st.SearchStrategy[Shape]:
     """Tight device tiers; 24 means a frame for each virtual page."""
-    return st.builds(Shape, st.integers(2, 12), hosts, flashes, st.integers(1, 8))
+    policies = st.sampled_from(["lru", "lookahead"])
+    return st.builds(
+        Shape, st.integers(2, 12), hosts, flashes, st.integers(1, 8), policy=policies
+    )
 
 
 none = st.just(0)
