@@ -98,7 +98,7 @@ def test_libpager_needs_nothing_but_memory_functions_and_abort(
 
 @needs_compiler
 def test_built_archives_need_nothing_else() -> None:
-    folders = [ROOT / "build"]
+    folders = [ROOT / "build", ROOT / ".venv" / "package"]
     if given := os.environ.get("PAGERT_BUILD_DIR"):
         folders.append(pathlib.Path(given))
     archives = [archive for folder in folders for archive in folder.rglob("libpager.a")]
