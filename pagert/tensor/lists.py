@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run_list"]
 
-_GROUPS_IN_DEVICE = 4  # a group takes at most this part of the device tier
+_GROUPS_IN_DEVICE = 32  # a group takes at most this part of the device tier
 
 
 def run_list(
