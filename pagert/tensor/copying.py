@@ -9,7 +9,7 @@ import torch
 
 from pagert._core.pump import OVERWRITE, READ, UPDATE
 
-from .geometry import byte_range, is_dense
+from .geometry import byte_range, fills_range, is_dense
 from .operands import Operands
 
 if TYPE_CHECKING:
@@ -66,6 +66,12 @@ def _copy_whole(
     non_blocking: bool,
     name: str,
 ) -> None:
+    if mode == OVERWRITE and type(target) is cls:
+        shared = type(source) is cls and source._region is target._region
+        if shared or not fills_range(target):
+            mode = UPDATE
+    if cls._dispatcher.copy(target, source, mode, non_blocking):
+        return
     operands = Operands(cls, name)
     operands.collect(target, mode)
     operands.collect(source, READ)
