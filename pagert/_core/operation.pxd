@@ -23,6 +23,12 @@ cdef class Footprint:
     cdef uint64_t device_bytes   # where `dense` looks
     cdef object dense            # the dense view of the last call, or None
 
+    # The last view, for the next time that it is asked for: a layer looks at its weights always alike.
+    cdef object view             # a footprint, or a list of them
+    cdef object view_plan
+    cdef tuple view_numbers
+    cdef int depth               # 0: not known as a view of another footprint
+
     cdef int measure(self, tensor) except -1
 
 

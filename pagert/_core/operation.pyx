@@ -21,22 +21,21 @@ from pagert.errors import OutOfFrames
 
 __all__ = ["Dispatcher", "Footprint"]
 
+cdef int DEPTH_MAX = 4  # views of views of ... that are kept; a loop could go on for ever
+
 # Looked up once: each of them is called for nearly every operator.
 cdef object plain_tensor = torch.Tensor
 cdef object strided = torch.strided
 cdef object make_subclass = torch.Tensor._make_subclass
 cdef object plain_copy = torch._C.TensorBase.copy_
 
-cdef uint64_t GROUPS_IN_DEVICE = 4  # a list runs at once where it takes at most this part of the device
-
-
 @cython.final
 @cython.no_gc
 cdef class Footprint:
     """A tensor's bytes in its region, and the dense view of its last call.
 
-    The view is used again while the pages lie at the same address. It is looked at only while they are
-    pinned, so it is never stale.
+    The dense view is used again while the pages lie at the same address. It is looked at only while they
+    are pinned, so it is never stale. Tensors of one geometry in one region may share a footprint.
     """
 
     cdef int measure(self, tensor) except -1:
@@ -55,6 +54,30 @@ cdef class Footprint:
         self.offset_bytes = <uint64_t>tensor.storage_offset() * item_bytes
         self.measured = True
         return 0
+
+
+cdef object view_of(Footprint base, geometry):
+    """The footprint of a geometry in the base's region; several for several."""
+    cdef Footprint view
+    if type(geometry) is not plain_tensor:
+        return type(geometry)([view_of(base, one) for one in geometry])
+    view = Footprint.__new__(Footprint)
+    view.region = base.region
+    view.geometry = geometry
+    view.depth = base.depth + 1
+    return view
+
+
+cdef bint are_numbers(tuple values):
+    """Whether there are only integers, also in lists, and None: what can be compared at no risk."""
+    for value in values:
+        if type(value) is list:
+            for item in <list>value:
+                if type(item) is not int:
+                    return False
+        elif type(value) is not int and value is not None:
+            return False
+    return True
 
 
 @cython.final
@@ -151,19 +174,24 @@ cdef class Dispatcher:
         (runtime, dtype) -> the device tier as one plain tensor.
     leave : callable
         (plan, tensors, byte ranges, addresses, dense views, result) -> what the caller may keep.
+    parts : int
+        A list of operands, or a copy, runs at once where it takes at most one of so many equal parts
+        of the device tier.
     """
 
     cdef object kind
     cdef dict plans
     cdef object make_plan, geometry, flat, leave
+    cdef uint64_t parts
 
-    def __init__(self, kind, dict plans, make_plan, geometry, flat, leave):
+    def __init__(self, kind, dict plans, make_plan, geometry, flat, leave, uint64_t parts):
         self.kind = kind
         self.plans = plans
         self.make_plan = make_plan
         self.geometry = geometry
         self.flat = flat
         self.leave = leave
+        self.parts = parts
 
     def dispatch(self, func, types, tuple args=(), kwargs=None):
         """What `__torch_dispatch__` does."""
@@ -209,24 +237,26 @@ cdef class Dispatcher:
         base = self.footprint(tensor)
         if base is None:
             return NotImplemented
-        if base.geometry is None:
-            base.geometry = self.geometry(tensor)
-        if len(args) == 1:
-            geometry = plan.call(base.geometry, **kwargs) if kwargs else plan.call(base.geometry)
+        numbers = args[1:]
+        repeats = not kwargs and base.depth < DEPTH_MAX and are_numbers(numbers)
+        if repeats and base.view_plan is plan and base.view_numbers == numbers:
+            view = base.view
         else:
-            geometry = plan.call(base.geometry, *args[1:], **(kwargs or {}))
-        if type(geometry) is plain_tensor:
-            return self.wrap(tensor, base, geometry)
-        return type(geometry)([self.wrap(tensor, base, one) for one in geometry])
+            if base.geometry is None:
+                base.geometry = self.geometry(tensor)
+            view = view_of(base, plan.call(base.geometry, *numbers, **(kwargs or {})))
+            if repeats:
+                base.view = view
+                base.view_plan = plan
+                base.view_numbers = numbers
+        if type(view) is Footprint:
+            return self.wrap(tensor, view)
+        return type(view)([self.wrap(tensor, one) for one in view])
 
-    cdef object wrap(self, tensor, Footprint base, geometry):
-        """A paged tensor of the geometry over the same region."""
-        cdef Footprint footprint
-        view = make_subclass(self.kind, geometry)
-        footprint = Footprint.__new__(Footprint)
-        footprint.region = base.region
-        footprint.geometry = geometry
-        view._region = base.region
+    cdef object wrap(self, tensor, Footprint footprint):
+        """A paged tensor of this footprint, in the same region as another one."""
+        view = make_subclass(self.kind, footprint.geometry)
+        view._region = footprint.region
         view._runtime = tensor._runtime
         view._footprint = footprint
         return view
@@ -318,7 +348,7 @@ cdef class Dispatcher:
         footprint.device_bytes = device_bytes
         return 0
 
-    cpdef object run(self, plan, tuple args, kwargs):
+    cdef object run(self, plan, tuple args, kwargs):
         """The result, or NotImplemented if the call is not simple after all. Then nothing was done."""
         cdef Operation call = Operation.__new__(Operation)
         cdef Py_ssize_t i
@@ -338,13 +368,12 @@ cdef class Dispatcher:
                     return NotImplemented
         if call.count == 0 or call.pump.recorder is not None:
             return NotImplemented
-        if plan.short == "list" and (
-                call.pages_bytes() > call.pump.arena.size_bytes // GROUPS_IN_DEVICE):
-            return NotImplemented
+        if plan.short == "list" and call.pages_bytes() > call.pump.arena.size_bytes // self.parts:
+            return NotImplemented  # group by group
         if not call.pin():
             return NotImplemented  # the long way says it with the operands' shapes
         try:
-            operands = [self.dense(call, value) for value in args]
+            operands = tuple([self.dense(call, value) for value in args])
             if kwargs:
                 dense_options = {name: self.dense(call, value)
                                  for name, value in (<dict>kwargs).items()}
@@ -370,17 +399,19 @@ cdef class Dispatcher:
             call.let_go()
 
     def copy(self, target, source, int mode, bint non_blocking):
-        """Copy between two tensors, at least one of them paged, of one shape each fits the device.
+        """Copy between two tensors, at least one of them paged. `mode` is the target's.
 
         Returns
         -------
         bool
-            False where it is not simple. Then nothing was done.
+            False where it is large or otherwise not simple. Then nothing was done.
         """
         cdef Operation call = Operation.__new__(Operation)
         if not (self.add_all(call, target, mode) and self.add_all(call, source, PAGERT_READ)):
             return False
-        if call.count == 0 or call.pump.recorder is not None or not call.pin():
+        if call.count == 0 or call.pump.recorder is not None:
+            return False
+        if call.pages_bytes() > call.pump.arena.size_bytes // self.parts or not call.pin():
             return False
         try:
             plain_copy(self.dense(call, target), self.dense(call, source), non_blocking)

@@ -33,7 +33,10 @@ def copy(
     the copy cannot fail for its shapes. Elements are converted and placed as `copy_` does it, so
     that a copy by ranges is bitwise the same as a whole one.
     """
-    mode = OVERWRITE if overwrite else UPDATE
+    shared = type(target) is cls and type(source) is cls and target._region is source._region
+    mode = OVERWRITE if overwrite and not shared and fills_range(target) else UPDATE
+    if cls._dispatcher.copy(target, source, mode, non_blocking):
+        return
     paged = [tensor for tensor in (target, source) if type(tensor) is cls]
     runtime: Any = paged[0]._runtime
     range_bytes = max(
@@ -66,12 +69,6 @@ def _copy_whole(
     non_blocking: bool,
     name: str,
 ) -> None:
-    if mode == OVERWRITE and type(target) is cls:
-        shared = type(source) is cls and source._region is target._region
-        if shared or not fills_range(target):
-            mode = UPDATE
-    if cls._dispatcher.copy(target, source, mode, non_blocking):
-        return
     operands = Operands(cls, name)
     operands.collect(target, mode)
     operands.collect(source, READ)
