@@ -32,15 +32,21 @@ from _operators import KINDS, LISTS, OPERATORS, converters, count_operators, tra
 LIMIT = 1.3  # what is asked for, paged / wrapper
 
 
-def microseconds(call: Callable[[], Any], repeats: int) -> float:
-    start = time.perf_counter()
+Clock = Callable[[], float]
+
+
+def microseconds(call: Callable[[], Any], repeats: int, clock: Clock = time.perf_counter) -> float:
+    start = clock()
     for _ in range(repeats):
         call()
-    return (time.perf_counter() - start) / repeats * 1e6
+    return (clock() - start) / repeats * 1e6
 
 
 def compare(
-    calls: dict[str, Callable[[], Any]], rounds: int, repeats: int | None = None
+    calls: dict[str, Callable[[], Any]],
+    rounds: int,
+    repeats: int | None = None,
+    clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
     """Time one call of each kind in turn, `rounds` times; about a millisecond at a time."""
     if repeats is None:
@@ -51,7 +57,7 @@ def compare(
     order = list(calls)
     for _ in range(rounds):
         for kind in order:
-            times[kind].append(microseconds(calls[kind], repeats))
+            times[kind].append(microseconds(calls[kind], repeats, clock))
         order.append(order.pop(0))
     row: dict[str, Any] = {kind: spread(values) for kind, values in times.items()}
     row["ratio"] = row["paged"]["median"] / row["wrapper"]["median"]
@@ -92,12 +98,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             step()  # makes the optimizer's state
         step_row = compare(steps, rounds, 1) | count_operators(steps["paged"])
         show("training step", step_row, None)
+        # A step is long enough to be interrupted: the processor time of all threads beside it.
+        step_row["processor"] = compare(steps, rounds, 1, time.process_time)
+        show("  processor time", step_row["processor"], None)
         del calls, steps, step
-    beyond = step_row["paged"]["median"] - step_row["wrapper"]["median"]
+    processor = step_row["processor"]
+    beyond = processor["paged"]["median"] - processor["wrapper"]["median"]
     step_row["beyond_per_paged_operator"] = beyond / step_row["paged_operators"]
     print(
         f"\nof the step's {step_row['operators']} operators, {step_row['paged_operators']} have a paged "
-        f"operand: {step_row['beyond_per_paged_operator']:.2f} us each beyond the wrapper"
+        f"operand: {step_row['beyond_per_paged_operator']:.2f} us of processor time each beyond the wrapper"
     )
     figures = {"machine": facts, "limit": LIMIT, "operators": rows, "training_step": step_row}
     if options.json:
