@@ -17,6 +17,7 @@
  */
 #include "heap.h"
 #include "history.h"
+#include "host_order.h"
 #include "list.h"
 #include "plan.h"
 
@@ -46,6 +47,7 @@ typedef struct lookahead {
     plan next;
     heap heaps[HEAPS];
     page_list unknown;
+    host_order below;
     uint32_t behind;      /* the cursor when `ahead_pages` was counted */
     uint32_t ahead;       /* next event of the past to prefetch for */
     uint64_t ahead_pages; /* pages of the events after `behind` and before `ahead` */
@@ -63,7 +65,8 @@ static lookahead *state_of(const pagert_pager *pager) { return pager->policy_sta
 
 static uint64_t state_bytes(const pagert_config *config)
 {
-    return sizeof(lookahead) + 64 + HEAPS * heap_bytes(config) + plan_bytes() + history_bytes();
+    return sizeof(lookahead) + 64 + HEAPS * heap_bytes(config, PAGERT_DEVICE) + plan_bytes() +
+           history_bytes() + host_order_bytes(config);
 }
 
 static void init(pagert_pager *pager)
@@ -76,8 +79,9 @@ static void init(pagert_pager *pager)
     memory += plan_bytes();
     for (uint32_t standing = 0; standing < HEAPS; standing++) {
         state->heaps[standing].items = (heap_item *)(void *)memory;
-        memory += heap_bytes(&pager->config);
+        memory += heap_bytes(&pager->config, PAGERT_DEVICE);
     }
+    host_order_init(&state->below, &pager->config, memory);
     list_init(&state->unknown);
     state->looked_up = state->last_victim = NONE;
 }
@@ -308,6 +312,21 @@ static uint32_t writable(pagert_pager *pager)
     return NONE;
 }
 
+static void host_insert(pagert_pager *pager, uint32_t index)
+{
+    host_order_insert(pager, &state_of(pager)->below, &state_of(pager)->past, index);
+}
+
+static void host_remove(pagert_pager *pager, uint32_t index)
+{
+    host_order_remove(pager, &state_of(pager)->below, index);
+}
+
+static uint32_t host_victim(pagert_pager *pager)
+{
+    return host_order_victim(pager, &state_of(pager)->below, &state_of(pager)->past);
+}
+
 /* After a jump of the cursor: set the keys anew, step by step. */
 static void refresh(pagert_pager *pager)
 {
@@ -440,6 +459,9 @@ const pagert_policy *pagert_policy_lookahead(void)
         .released = released,
         .upcoming = upcoming,
         .writable = writable,
+        .host_insert = host_insert,
+        .host_remove = host_remove,
+        .host_victim = host_victim,
     };
     return &table;
 }
