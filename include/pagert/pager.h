@@ -127,6 +127,7 @@ typedef struct pagert_pin {
     uint64_t hits, faults;                 /* pages it found resident, and others; counted once it is ready */
     uint64_t frames_needed, frames_unheld; /* valid after PAGERT_E_FRAMES */
     struct pagert_pin *next, *previous;    /* the core's: pins that are pending or failed */
+    uint32_t use;                          /* the core's: which use of pages it was */
 } pagert_pin;
 
 /* Ask for every access of `pin` to be resident, each in one window, all at once or not at all.
@@ -203,6 +204,8 @@ typedef struct pagert_counters {
     uint64_t transferred[PAGERT_LINK_COUNT]; /* pages whose transfer succeeded */
     uint64_t transfers[PAGERT_LINK_COUNT];   /* successful transfers: joined pages count as one */
     uint64_t failed_transfers;
+    uint64_t lru_moved;          /* pages that LRU would have moved to the device and from it, where the policy
+                                    holds itself to that; else 0 */
 } pagert_counters;
 
 typedef struct pagert_usage {

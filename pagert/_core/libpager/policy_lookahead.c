@@ -15,6 +15,7 @@
  */
 #include "history.h"
 #include "list.h"
+#include "shadow.h"
 
 /* Where an evictable page stands, in its `failed_link`: that is free while no pin holds the page. */
 enum {
@@ -49,6 +50,7 @@ typedef struct lookahead {
     uint32_t ahead_epoch; /* of the history when `ahead` was set */
     uint32_t key_epoch;   /* likewise when the last keys were set anew */
     uint32_t refreshed;   /* device frames whose page's key was set anew since then */
+    shadow lru;           /* keeps wrong predictions from costing much: see shadow.h */
 } lookahead;
 
 static lookahead *state_of(const pagert_pager *pager) { return pager->policy_state; }
@@ -60,7 +62,8 @@ static uint64_t heap_bytes(const pagert_config *config)
 
 static uint64_t state_bytes(const pagert_config *config)
 {
-    return sizeof(lookahead) + 64 + HEAPS * heap_bytes(config) + history_bytes();
+    return sizeof(lookahead) + 64 + HEAPS * heap_bytes(config) + history_bytes() +
+           shadow_bytes(config);
 }
 
 static void init(pagert_pager *pager)
@@ -74,6 +77,7 @@ static void init(pagert_pager *pager)
         memory += heap_bytes(&pager->config);
     }
     list_init(&state->unknown);
+    shadow_init(pager, &state->lru, memory);
 }
 
 static uint32_t *place_of(pagert_pager *pager, uint32_t index)
@@ -230,7 +234,8 @@ static uint32_t any_clean(pagert_pager *pager)
     return NONE;
 }
 
-static uint32_t victim(pagert_pager *pager, bool clean_only)
+/* The one that the prediction makes the best, whatever it costs should that be wrong. */
+static uint32_t foreseen_victim(pagert_pager *pager, bool clean_only)
 {
     lookahead *state = state_of(pager);
     bool sure = history_is_sure(&state->past);
@@ -259,6 +264,14 @@ static uint32_t victim(pagert_pager *pager, bool clean_only)
         return index;
     uint32_t price = best_heap(pager, clean_only);
     return price != HEAPS ? state->heaps[price].pages[0] : clean_only ? any_clean(pager) : NONE;
+}
+
+static uint32_t victim(pagert_pager *pager, bool clean_only)
+{
+    uint32_t index = foreseen_victim(pager, clean_only);
+    if (index == NONE || shadow_affords(pager, shadow_price_of_leaving(pager, index)))
+        return index;
+    return shadow_victim(pager, clean_only);
 }
 
 /* After a jump of the cursor: set the keys anew, step by step. */
@@ -351,7 +364,7 @@ static bool upcoming(pagert_pager *pager, uint32_t *first_page, uint32_t *page_c
             *page_count = e->count;
             *time = past->now - 1 + (state->ahead - past->cursor);
             state->ahead_pages -= pages_of(e); /* it is looked at again */
-            return true;
+            return shadow_affords_fetch(pager, *first_page, *page_count);
         }
     }
     return false;

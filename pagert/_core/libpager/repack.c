@@ -8,7 +8,7 @@
  * same in each round, and each round brings at least one page nearer to it. Fragmentation alone therefore
  * never makes a pin fail.
  */
-#include "internal.h"
+#include "shadow.h"
 
 /* A span's base in the layout is kept in its access's device_bytes until the pin is ready. */
 static uint32_t base_of(const pagert_access *access) { return (uint32_t)access->device_bytes; }
@@ -147,6 +147,13 @@ static uint32_t spare_frame(const pagert_pager *pager, const pagert_pin *pin)
     return NONE;
 }
 
+/* It leaves because of the layout, whatever the policy thinks of it. */
+static void expel(pagert_pager *pager, uint32_t index)
+{
+    shadow_expel(pager, index);
+    page_start_leaving(pager, index);
+}
+
 /* One round. PLACE_DONE: the layout stands, all windows are promised and no page is held yet. PLACE_BUSY:
  * moves or evictions were started, call again when quiet. PLACE_BLOCKED: no layout exists. */
 int repack_round(pagert_pager *pager, pagert_pin *pin)
@@ -167,7 +174,7 @@ int repack_round(pagert_pager *pager, pagert_pin *pin)
                 if (spare != NONE)
                     device_start_move(pager, f->page, spare);
                 else
-                    page_start_leaving(pager, f->page);
+                    expel(pager, f->page);
                 started++;
             } else if (p->copy[PAGERT_DEVICE] == COPY_VALID && !has(p, PAGE_MOVING)) {
                 if (f->page == NONE) {
@@ -182,7 +189,7 @@ int repack_round(pagert_pager *pager, pagert_pin *pin)
         }
     }
     if (started == 0 && stuck != NONE) { /* a circle of the pin's own pages: break it at one */
-        page_start_leaving(pager, stuck);
+        expel(pager, stuck);
         started++;
     }
     if (started > 0)
