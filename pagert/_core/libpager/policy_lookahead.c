@@ -266,12 +266,30 @@ static uint32_t foreseen_victim(pagert_pager *pager, bool clean_only)
     return price != HEAPS ? state->heaps[price].pages[0] : clean_only ? any_clean(pager) : NONE;
 }
 
+/* Pages that LRU would have evicted may leave at any time. Of the one that it did first and the one that it did
+ * last: what is used later. The latter where it is a loop that LRU is bad at. */
+static uint32_t later_spare(pagert_pager *pager)
+{
+    uint32_t first = shadow_spares(pager)->oldest, last = shadow_spares(pager)->youngest;
+    if (first == NONE)
+        return NONE;
+    uint32_t time_of_first = NONE, time_of_last = NONE;
+    appraise(pager, first, &time_of_first);
+    appraise(pager, last, &time_of_last);
+    if (time_of_last > time_of_first) {
+        first = last;
+        time_of_first = time_of_last;
+    }
+    return pager->needed_before < time_of_first || !pager->look_ahead_only ? first : NONE;
+}
+
 static uint32_t victim(pagert_pager *pager, bool clean_only)
 {
     uint32_t index = foreseen_victim(pager, clean_only);
     if (index == NONE || shadow_affords(pager, shadow_price_of_leaving(pager, index)))
         return index;
-    return shadow_victim(pager, clean_only);
+    index = clean_only ? NONE : later_spare(pager);
+    return index != NONE ? index : shadow_victim(pager, clean_only);
 }
 
 /* After a jump of the cursor: set the keys anew, step by step. */

@@ -311,6 +311,8 @@ bool shadow_affords_fetch(pagert_pager *pager, uint32_t first_page, uint32_t pag
     return shadow_affords(pager, s->intended);
 }
 
+const page_list *shadow_spares(const pagert_pager *pager) { return &pager->shadow->spares; }
+
 uint32_t shadow_victim(pagert_pager *pager, bool clean_only)
 {
     shadow *s = pager->shadow;

@@ -60,6 +60,8 @@ uint32_t shadow_price_of_cleaning(const pagert_pager *pager, uint32_t index);
 bool shadow_affords(const pagert_pager *pager, uint64_t price);
 /* Whether these pages may be fetched ahead; until the next question, victims must leave enough for it. */
 bool shadow_affords_fetch(pagert_pager *pager, uint32_t first_page, uint32_t page_count);
+/* Evictable pages that LRU has not, which cost nothing: first those that it evicted first. */
+const page_list *shadow_spares(const pagert_pager *pager);
 /* The victim where the policy's own cannot be afforded. NONE: wait, or there is none. */
 uint32_t shadow_victim(pagert_pager *pager, bool clean_only);
 
