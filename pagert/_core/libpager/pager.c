@@ -195,6 +195,8 @@ int64_t pagert_flush(pagert_pager *pager, pagert_failure *failure)
     int code = take_failure(pager, 0, pager->config.page_count, failure);
     int64_t remaining = 0;
     pager->flushing = code == 0;
+    if (code == 0)
+        shadow_flush(pager);
     for (uint32_t frame = 0; frame < pager->config.frame_count[PAGERT_DEVICE] && code == 0; frame++) {
         uint32_t index = pager->frames[frame].page;
         if (index == NONE)
@@ -203,7 +205,6 @@ int64_t pagert_flush(pagert_pager *pager, pagert_failure *failure)
         if (p->copy[PAGERT_DEVICE] != COPY_VALID || is_clean(p) || p->holds > 0 || has(p, PAGE_DYING))
             continue;
         if (!has(p, PAGE_LEAVING | PAGE_CLEANING | PAGE_MOVING)) {
-            shadow_clean(pager, index);
             set_flag(p, PAGE_CLEANING);
             page_advance(pager, index);
             code = take_failure(pager, 0, pager->config.page_count, failure);

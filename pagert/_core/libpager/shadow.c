@@ -253,14 +253,17 @@ void shadow_expel(pagert_pager *pager, uint32_t index)
         evict(pager, index);
 }
 
-void shadow_clean(pagert_pager *pager, uint32_t index)
+/* O(device frames), as a flush is. */
+void shadow_flush(pagert_pager *pager)
 {
     shadow *s = pager->shadow;
-    if (s == NULL || !(s->flags[index] & DIRTY))
-        return;
-    s->flags[index] &= (uint8_t)~DIRTY;
-    pay(pager);
-    shadow_update(pager, index);
+    for (uint32_t index = s != NULL ? s->kept.oldest : NONE; index != NONE; index = s->links[index].younger) {
+        if (!(s->flags[index] & DIRTY) || pager->pages[index].holds > 0)
+            continue;
+        s->flags[index] &= (uint8_t)~DIRTY;
+        pay(pager);
+        shadow_update(pager, index);
+    }
 }
 
 void shadow_lose_copy(pagert_pager *pager, uint32_t index)

@@ -74,7 +74,7 @@ void shadow_let_go(pagert_pager *pager, const pagert_pin *pin);
 void shadow_write(pagert_pager *pager, uint32_t index);
 void shadow_fetch_after_all(pagert_pager *pager, uint32_t index);    /* it was not overwritten */
 void shadow_expel(pagert_pager *pager, uint32_t index);              /* it leaves, and not as a victim */
-void shadow_clean(pagert_pager *pager, uint32_t index);              /* a flush wants it written */
+void shadow_flush(pagert_pager *pager);
 void shadow_lose_copy(pagert_pager *pager, uint32_t index);          /* the one below, for lack of room */
 void shadow_transferred(pagert_pager *pager, uint32_t link, uint32_t page_count);
 int shadow_check(const pagert_pager *pager);
