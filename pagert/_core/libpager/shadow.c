@@ -324,7 +324,7 @@ uint32_t shadow_victim(pagert_pager *pager, bool clean_only)
     uint32_t index = s->spares.oldest;
     while (index != NONE && clean_only && !is_clean(&pager->pages[index]))
         index = s->links[index].younger;
-    if (index != NONE || (!clean_only && !is_quiet(pager)))
+    if (index != NONE || pager->spare_planned || (!clean_only && !is_quiet(pager)))
         return index;
     for (index = s->kept.oldest; index != NONE; index = s->links[index].younger) {
         const page *p = &pager->pages[index];
