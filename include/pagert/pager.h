@@ -73,7 +73,7 @@ typedef struct pagert_config {
 
 /* Bytes of memory that a pager of this configuration needs; 0 if the configuration is invalid.
  * At most 64 bytes a virtual page and 12 bytes a frame, plus a small constant. With lookahead 9 bytes more a
- * virtual page, 12 more a device frame and 11 MiB for what it remembers. */
+ * virtual page, 40 more a device frame, and 20 MiB for what it remembers. */
 uint64_t pagert_memory_bytes(const pagert_config *config);
 
 /* Build a pager in `memory`, which is zeroed, 64-byte aligned and stays the caller's. Zeroed memory is

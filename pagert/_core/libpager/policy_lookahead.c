@@ -345,6 +345,7 @@ static void go_on_planning(pagert_pager *pager, uint32_t accesses)
 static void accessed(pagert_pager *pager, const pagert_pin *pin)
 {
     lookahead *state = state_of(pager);
+    shadow_expect(pager, pin);
     refresh(pager);
     for (uint32_t k = 0; k < pin->access_count; k++) {
         const pagert_access *a = &pin->accesses[k];

@@ -134,6 +134,20 @@ static void fit(pagert_pager *pager, uint32_t coming)
         else
             evict(pager, s->kept.oldest);
     }
+    if (s->kept.oldest != NONE) { /* the next to go, most likely: by then it is in the processor's cache */
+        __builtin_prefetch(&pager->pages[s->kept.oldest]);
+        __builtin_prefetch(&s->links[s->kept.oldest]);
+        __builtin_prefetch(&s->flags[s->kept.oldest]);
+    }
+}
+
+void shadow_expect(pagert_pager *pager, const pagert_pin *pin)
+{
+    const shadow *s = pager->shadow;
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        __builtin_prefetch(&s->links[pin->accesses[k].first_page]);
+        __builtin_prefetch(&s->flags[pin->accesses[k].first_page]);
+    }
 }
 
 void shadow_make_room(pagert_pager *pager, const pagert_pin *pin)

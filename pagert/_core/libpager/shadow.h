@@ -54,6 +54,9 @@ struct shadow {
 uint64_t shadow_bytes(const pagert_config *config);
 void shadow_init(pagert_pager *pager, shadow *state, unsigned char *memory);
 
+/* The pin comes next: its entries can be on their way to the processor while it does other things. */
+void shadow_expect(pagert_pager *pager, const pagert_pin *pin);
+
 /* What the policy asks. */
 uint32_t shadow_price_of_leaving(const pagert_pager *pager, uint32_t index);
 uint32_t shadow_price_of_cleaning(const pagert_pager *pager, uint32_t index);
