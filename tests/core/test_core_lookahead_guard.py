@@ -263,13 +263,22 @@ def break_for_long(duel: Duel, chance: random.Random) -> None:
         duel.use([(duel.cruellest(chance), chance.choice((c.READ, c.UPDATE)))])
 
 
+def break_by_writing(duel: Duel, chance: random.Random) -> None:
+    """Write again what was written ahead of time, while LRU still has it to write."""
+    for page in [page for page, dirty in duel.lru.resident.items() if dirty]:
+        if duel.is_resident(page) and not duel.core.page(duel.regions[page].first_page).dirty:
+            duel.use([(page, c.UPDATE)])
+
+
 def break_by_release(duel: Duel, chance: random.Random) -> None:
     for page in chance.sample(range(duel.page_count), duel.page_count // 4):
         duel.renew(page)
         duel.use([(page, c.UPDATE)])
 
 
-@pytest.mark.parametrize("betray", [break_at_once, break_for_long, break_by_release])
+@pytest.mark.parametrize(
+    "betray", [break_at_once, break_for_long, break_by_writing, break_by_release]
+)
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_step_that_is_trusted_and_then_betrayed_again_and_again(

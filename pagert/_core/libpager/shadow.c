@@ -127,7 +127,9 @@ static void fit(pagert_pager *pager, uint32_t coming)
 {
     shadow *s = pager->shadow;
     uint64_t frame_count = pager->config.frame_count[PAGERT_DEVICE];
-    for (uint32_t tries = s->kept.count; tries > 0 && s->kept.count + (uint64_t)coming > frame_count; tries--) {
+    for (uint32_t tries = s->kept.count; tries > 0; tries--) {
+        if (s->kept.count + (uint64_t)coming <= frame_count)
+            break;
         const page *p = &pager->pages[s->kept.oldest];
         if (p->holds > 0 && !has(p, PAGE_FAILED))
             make_youngest(s, s->kept.oldest);

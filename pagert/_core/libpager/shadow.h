@@ -4,33 +4,33 @@
  *
  * A policy that predicts can be wrong all the time, and each wrong choice costs transfers. So LRU is played
  * beside it, without bytes: which pages it would have on the device by now, which of them dirty, and how many
- * pages it would have fetched and written (`lru_moved`). Beside that stands what was really moved, and what is
- * still due: an upper bound of what may yet be moved beyond LRU if from here on LRU's order is followed. It is a
- * sum over pages, of
+ * pages it would have fetched and written (`lru_moved`). Beside that stands what was really moved, and what
+ * is still due: an upper bound of what may yet be moved beyond LRU if from here on its order is followed. It
+ * is a sum over pages, of
  *
  *   1  for a fetch that is decided and not done,
  *   1  for a writeback that is decided and not done,
- *   1  for a page that LRU has and the device has not (a fetch that LRU is spared), and
- *   1  for a page that is dirty on the device and not so in LRU's (a writeback that LRU is spared or has paid).
+ *   1  for a page that LRU has and the device has not: a fetch that LRU is spared,
+ *   1  for a page that is dirty on the device and not in LRU's: a writeback that LRU is spared or has paid.
  *
  * The rule is:  moved + due <= 1.10 lru_moved, at all times.  It holds because
  *
- *   - what has to be done never raises `moved + due` by more than `lru_moved`: a page that a pin needs and LRU
- *     has not costs both a fetch; one that LRU alone has was due before; an eviction of LRU's pays for the
- *     writeback that becomes due; a transfer that ends goes from due to moved; one that fails or is withdrawn is
- *     due no more or is due again as it was before;
- *   - a choice (a victim, a prefetch, a writeback ahead of time) is made only where what it adds keeps the rule;
- *     else the victim is a page that LRU has not: it owes nothing more than it owed. If there is no such page,
- *     everything on the device is LRU's, and LRU, which has room for it and for the pin's pages besides, would
- *     evict nothing: what fills the device is in transit and is waited for. If nothing is, a window
- *     needs frames beyond its pages (place.c, repack.c), as it would under LRU, and LRU evicts as well.
+ *   - what has to be done never raises `moved + due` by more than `lru_moved`. A page that a pin needs and
+ *     LRU has not costs both a fetch; one that LRU alone has was due before. When LRU evicts, it pays for
+ *     the writeback that becomes due. A transfer that ends goes from due to moved; one that fails or is
+ *     withdrawn leaves as much due as before it was decided;
+ *   - a choice (a victim, a prefetch, a writeback ahead of time) is made only where what it adds keeps the
+ *     rule. Else the victim is a page that LRU has not, for which no more is due when it leaves. If there is
+ *     none, LRU has all that is at rest on the device, and has made room for the pin besides: so what takes
+ *     the room here is in transit, and is waited for. If nothing is, a window needs frames beyond its
+ *     pages (place.c, repack.c), as windows do under LRU, and LRU evicts the same page.
  *
- * So `moved` never exceeds 1.10 of what LRU moves, from the first page on. What it leaves out: links below the
- * device's; and a clean page whose copy below was dropped for lack of room, which has to be written again: where
- * LRU has the page too, it is dirty there likewise, else the page is excused (`excused`).
+ * So `moved` never exceeds 1.10 of what LRU moves, from the first page on. What this leaves out: the links
+ * below the device's; and a clean page whose copy below was dropped for lack of room, so that it has to be
+ * written again. Where LRU has the page, too, it is dirty there likewise, else it is `excused`.
  *
- * LRU here: a page's place is that of its last use, and a use ends when the pin lets go. It evicts at once, and
- * never what is held.
+ * LRU here: a page's place is that of its last use, and a use ends when the pin lets go. It evicts at once,
+ * and never what is held.
  */
 #ifndef PAGERT_SHADOW_H
 #define PAGERT_SHADOW_H
