@@ -49,27 +49,31 @@ from _contenders import (
 from _machine import HugeMemory, machine_facts
 
 WANTED = 0.95
-FULL = Sizes(file_bytes=512 * MIB, memory_bytes=512 * MIB, rounds=9)
+FULL = Sizes(file_bytes=1024 * MIB, memory_bytes=256 * MIB, rounds=9)
+FULL_HOST = Sizes(file_bytes=256 * MIB, memory_bytes=256 * MIB, rounds=25)
 SWEPT = Sizes(file_bytes=256 * MIB, memory_bytes=256 * MIB, rounds=5)
 SMOKE = Sizes(file_bytes=16 * MIB, memory_bytes=16 * MIB, rounds=1)
 PAGE_KIB = (64, 128, 256, 512, 1024, 2048, 4096)
 DEPTHS = (4, 8, 16, 32, 64)
 PARTS = 16  # tensors that are streamed
-AHEAD = 4  # of them, prefetched while one is held
+AHEAD = PARTS // 2 - 1  # of them, prefetched while one is held: as many as fit beside it
 
 # Places in the core's counters.
 H2D, F2D, F2H, D2H, D2F, H2F = range(2, 8)
 
 
 class Paged(Contender):
-    """The pager, in a configuration of tiers. `links` are the counters that say what was moved."""
+    """The pager, in a configuration of tiers. `links` are the counters that say what was moved.
+
+    LRU: each pass finds nothing of what the one before left, and moves all bytes.
+    """
 
     links: dict[str, int]
 
     def __init__(self, name: str, sizes: Sizes, links: dict[str, int], **budgets: Any):
         super().__init__(name, baseline=False)
         self.sizes, self.links = sizes, links
-        self.pager = pagert.Pager(device="cpu", **budgets)
+        self.pager = pagert.Pager(device="cpu", policy="lru", **budgets)
 
     def fill(self, size_bytes: int, count: int) -> list[torch.Tensor]:
         """Make tensors that hold something, together of size_bytes."""
@@ -144,7 +148,7 @@ class Streamed(Paged):
     def read(self) -> None:
         """Hold each in turn."""
         for k, tensor in enumerate(self.kept):
-            for coming in self.kept[k : k + AHEAD]:
+            for coming in self.kept[k : k + 1 + AHEAD]:
                 coming.prefetch()
             with tensor.resident("read"):
                 pass
@@ -297,21 +301,24 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--link", choices=(*LINKS, "sweep"), help="only this")
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args(arguments)
-    sizes, swept = (SMOKE, SMOKE) if chosen.smoke else (FULL, SWEPT)
-    for each in (sizes, swept):
+    flash_sizes, host_sizes, swept = (SMOKE, SMOKE, SMOKE) if chosen.smoke else (FULL, FULL_HOST, SWEPT)
+    for each in (flash_sizes, host_sizes, swept):
         each.rounds = chosen.rounds or each.rounds
+    torch.set_num_threads(1)  # or its threads spin for a while after an operator, and take the cores
     facts = machine_facts(chosen.folder)
     for key, value in facts.items():
         print(f"{key:>16}: {value}")
 
-    figures: dict[str, Any] = {"machine": facts, "bytes": sizes.file_bytes}
-    memory = HugeMemory(sizes.memory_bytes)
+    figures: dict[str, Any] = {"machine": facts}
+    memory = HugeMemory(flash_sizes.memory_bytes)
     for name, contenders in LINKS.items():
         if chosen.link not in (None, name):
             continue
+        sizes = host_sizes if name == "host-device" else flash_sizes
         figures[name] = measure(contenders(chosen.folder, sizes, memory), sizes, chosen.seed)
+        print(f"\n{name}: {sizes.file_bytes // MIB} MiB in each pass, {sizes.rounds} rounds")
         for kind, found in figures[name].items():
-            print_table(f"{name}, {kind}, {sizes.file_bytes // MIB} MiB", found)
+            print_table(f"{name}, {kind}", found)
         conclude(figures[name])
     if chosen.link in (None, "sweep"):
         pages, depths = ((64, 1024), (8,)) if chosen.smoke else (PAGE_KIB, DEPTHS)

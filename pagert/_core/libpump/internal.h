@@ -60,6 +60,8 @@ struct pagert_pump {
     pthread_t thread;
     uint64_t stall_ns;
     _Atomic uint64_t changes; /* counts what `changed` tells */
+    uint64_t ended_pages;     /* of transfers that came back, failed or not */
+    uint64_t failures;        /* transfers that failed */
     pagert_transfer failed;   /* the last that failed, with its result; page_count 0: none did */
     int32_t failed_result;
     uint64_t failed_offset;

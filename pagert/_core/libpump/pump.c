@@ -342,7 +342,20 @@ int pagert_pump_prefetch(pagert_pump *pump, pagert_region region, uint64_t offse
     return code < 0 ? code : 0;
 }
 
-/* Ask again after each change until nothing remains. 1: done. 0: the time is over. */
+/* Wait until asking again may tell something new. To ask walks all pages that were asked for: that is worth it once
+ * half of what remained may be done, when nothing more will come, and after a failure. False: the time is over. */
+static bool wait_for_half(pagert_pump *pump, const void *me, uint64_t remaining, uint64_t deadline_ns)
+{
+    uint64_t ended_pages = pump->ended_pages, failures = pump->failures;
+    bool in_time = true;
+    do
+        in_time = pump_step(pump, me, deadline_ns);
+    while (in_time && failures == pump->failures && 2 * (pump->ended_pages - ended_pages) < remaining &&
+           !pagert_is_idle(pump->core));
+    return in_time;
+}
+
+/* Ask again until nothing remains. 1: done. 0: the time is over. */
 typedef int64_t attempt(pagert_pump *pump, const void *what, pagert_failure *failure);
 
 static int repeat(pagert_pump *pump, attempt *try, const void *what, int again, uint64_t timeout_ns,
@@ -357,7 +370,7 @@ static int repeat(pagert_pump *pump, attempt *try, const void *what, int again, 
     do {
         remaining = try(pump, what, failure);
         pump->kicked = true;
-    } while (remaining > 0 && pump_step(pump, &me, deadline_ns));
+    } while (remaining > 0 && wait_for_half(pump, &me, (uint64_t)remaining, deadline_ns));
     pump_leave(pump, &me);
     unlock_core(pump);
     return remaining < 0 ? (int)remaining : remaining == 0;

@@ -93,7 +93,9 @@ static void take_transfers(pagert_pump *pump)
 static void finish(pagert_pump *pump, ticket *t)
 {
     int32_t result = t->request.result;
+    pump->ended_pages += t->transfer.page_count;
     if (result < 0) {
+        pump->failures++;
         pump->failed = t->transfer;
         pump->failed_result = result;
         pump->failed_offset = t->request.failed_offset;
