@@ -125,6 +125,39 @@ class Loop(Contender):
         os.close(self.fd)
 
 
+class CopyingLoop(Loop):
+    """A loop whose bytes also pass between the memory that it moves and another one: as much as two links do."""
+
+    def __init__(self, folder: str, sizes: Sizes, memory: HugeMemory, request: int, threads: int):
+        super().__init__(folder, sizes, memory, request, threads)
+        self.name, self.baseline = f"{self.name}, and memcpy", False
+        far = np.frombuffer(HugeMemory(len(memory.view)).view, np.uint8)
+        near = np.frombuffer(memory.view, np.uint8)
+        places = {
+            offset: offset % (len(near) // request * request)
+            for offset in range(0, sizes.file_bytes, request)
+        }
+        self.far = {
+            offset: (near[at : at + request], far[at : at + request])
+            for offset, at in places.items()
+        }
+
+    def move(self, kind: str) -> None:
+        """Run the shares at once, each piece copied before its write or after its read."""
+
+        def walk(share: list[tuple[int, memoryview]]) -> None:
+            for offset, view in share:
+                near, far = self.far[offset]
+                if kind == "write":
+                    np.copyto(near, far)
+                    assert os.pwritev(self.fd, [view], offset) == len(view)
+                else:
+                    assert os.preadv(self.fd, [view], offset) == len(view)
+                    np.copyto(far, near)
+
+        list(self.pool.map(walk, self.shares))
+
+
 def plain_loops(folder: str, sizes: Sizes, memory: HugeMemory) -> list[Contender]:
     """Return the loops that are the baseline wherever there is flash."""
     ways = ((1, 1), (4, 1), (16, 1), (1, 4), (4, 4))

@@ -35,6 +35,7 @@ from _contenders import (
     KINDS,
     MIB,
     Contender,
+    CopyingLoop,
     FlashEngine,
     HostEngine,
     Loop,
@@ -202,6 +203,7 @@ def flash_and_host_links(folder: str, sizes: Sizes, memory: HugeMemory) -> list[
     links = {"read": F2H, "write": H2F}
     return [
         *plain_loops(folder, sizes, memory),
+        CopyingLoop(folder, sizes, memory, 4 * MIB, 4),
         Streamed(
             sizes, links, "streamed through host",
             **flash_budgets(folder, 2 * sizes.file_bytes, host_bytes=sizes.file_bytes // 4),
@@ -301,10 +303,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--link", choices=(*LINKS, "sweep"), help="only this")
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args(arguments)
-    flash_sizes, host_sizes, swept = (SMOKE, SMOKE, SMOKE) if chosen.smoke else (FULL, FULL_HOST, SWEPT)
+    flash_sizes, host_sizes, swept = (
+        (SMOKE, SMOKE, SMOKE) if chosen.smoke else (FULL, FULL_HOST, SWEPT)
+    )
     for each in (flash_sizes, host_sizes, swept):
         each.rounds = chosen.rounds or each.rounds
-    torch.set_num_threads(1)  # or its threads spin for a while after an operator, and take the cores
+    torch.set_num_threads(
+        1
+    )  # or its threads spin for a while after an operator, and take the cores
     facts = machine_facts(chosen.folder)
     for key, value in facts.items():
         print(f"{key:>16}: {value}")
