@@ -67,7 +67,7 @@ class Contender:
 
 
 class FlashEngine(Contender):
-    """libflash, driven in batches."""
+    """libflash, driven in batches; `scattered`: page by page, in no order."""
 
     def __init__(
         self,
@@ -76,14 +76,17 @@ class FlashEngine(Contender):
         sizes: Sizes,
         memory: HugeMemory,
         page_bytes: int,
-        joined_bytes: int = JOINED_BYTES,
+        scattered: bool = False,
         **options: Any,
     ):
         super().__init__(name, baseline=False)
         self.file = FlashFile(
             folder, capacity_bytes=sizes.file_bytes, block_bytes=page_bytes, **options
         )
-        self.pieces = memory.pieces(max(joined_bytes, page_bytes), sizes.file_bytes)
+        step = page_bytes if scattered else max(JOINED_BYTES, page_bytes)
+        self.pieces = memory.pieces(step, sizes.file_bytes)
+        if scattered:
+            random.Random(1).shuffle(self.pieces)
 
     def move(self, kind: str) -> None:
         """Run all requests as one batch and look at every result."""

@@ -11,7 +11,8 @@ Every contender moves the same bytes, in rounds that are interleaved and shuffle
 What it moved is taken from its own counters, and it must be what was asked for. The device tier is memory here, so a
 copy between host and device is a memcpy. With a host tier between flash and device, bytes pass both links at once.
 
-Then the same over page sizes and depths: from that the defaults are chosen.
+Then the same over page sizes and depths, and the engine alone where no page can be joined with its neighbour
+('scattered'): from that the defaults are chosen.
 
     python bench/tiers.py [--folder DIR] [--smoke] [--json FILE] [--rounds N] [--link NAME]
 """
@@ -54,7 +55,7 @@ FULL = Sizes(file_bytes=1024 * MIB, memory_bytes=256 * MIB, rounds=9)
 FULL_HOST = Sizes(file_bytes=256 * MIB, memory_bytes=256 * MIB, rounds=25)
 SWEPT = Sizes(file_bytes=256 * MIB, memory_bytes=256 * MIB, rounds=5)
 SMOKE = Sizes(file_bytes=16 * MIB, memory_bytes=16 * MIB, rounds=1)
-PAGE_KIB = (64, 128, 256, 512, 1024, 2048, 4096)
+PAGE_KIB = (64, 128, 256, 512, 1024, 4096)
 DEPTHS = (4, 8, 16, 32, 64)
 PARTS = 16  # tensors that are streamed
 AHEAD = PARTS // 2 - 1  # of them, prefetched while one is held: as many as fit beside it
@@ -258,6 +259,7 @@ def sweep(
             contenders = [
                 *(Loop(folder, sizes, memory, request * MIB, threads) for request, threads in ((16, 1), (4, 4))),
                 FlashEngine("engine", folder, sizes, memory, page_bytes, depth=depth),
+                FlashEngine("engine, scattered", folder, sizes, memory, page_bytes, scattered=True, depth=depth),
                 Whole(sizes, links, **flash_budgets(folder, sizes.file_bytes, **options)),
                 Streamed(sizes, links, **flash_budgets(folder, 2 * sizes.file_bytes, **options)),
             ]  # fmt: skip
@@ -271,7 +273,7 @@ def sweep(
         ]
         found[f"host-device, {page_kib} KiB"] = measure(contenders, sizes, seed)
     for kind in reversed(KINDS):
-        for name in ("engine", "pager, whole", "pager, streamed"):
+        for name in ("engine, scattered", "engine", "pager, whole", "pager, streamed"):
             rows = {f"{page} KiB": [found[f"flash-device, {page} KiB, depth {depth}"][kind]["contenders"][name]
                                     for depth in depths] for page in pages_kib}  # fmt: skip
             print_parts(f"flash and device, {kind}, {name}, by page size and depth", depths, rows)
