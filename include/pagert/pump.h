@@ -30,6 +30,7 @@ typedef struct pagert_pump_options {
     pagert_engine flash;   /* READ and WRITE; submit is NULL without a flash tier */
     uint32_t memory_depth; /* requests in flight at each engine at once, at least 1 */
     uint32_t flash_depth;
+    uint64_t flash_bytes; /* in flight at the flash engine at which no more is given to it; 0: no limit */
 } pagert_pump_options;
 
 /* 0 or -errno; -EINVAL: the options do not make sense. Never one of PAGERT_E_*, whose numbers overlap. */

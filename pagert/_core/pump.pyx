@@ -46,6 +46,8 @@ UPDATE = <object>PAGERT_UPDATE
 OVERWRITE = <object>PAGERT_OVERWRITE
 
 cdef uint64_t SLICE_NS = 50_000_000       # a wait looks for Ctrl-C this often
+# Beyond that a disk gains nothing, and an urgent fetch would only wait longer behind what is in flight.
+cdef uint64_t FLASH_BYTES_IN_FLIGHT = 128 << 20
 cdef uint32_t MEMORY_DEPTH = 16           # copies in flight; each is cut among the copy threads anyway
 LINKS = ("fill of a zero page", "move within the device tier", "copy from host to device",
          "read from flash to device", "read from flash to host", "copy from device to host",
@@ -154,6 +156,7 @@ cdef class Pump:
                 flash.take_engine(&options.flash)
                 self.flash = flash
                 options.flash_depth = flash.facts.depth
+                options.flash_bytes = FLASH_BYTES_IN_FLIGHT
             code = pagert_pump_open(&options, &self.handle)
             if code == -EINVAL:
                 frames = [options.config.frame_count[i] for i in range(PAGERT_TIER_COUNT)]

@@ -30,6 +30,7 @@ enum { LANE_MEMORY, LANE_FLASH, LANE_COUNT };
 typedef struct lane {
     pagert_engine engine;
     uint32_t link_mask;
+    uint64_t in_flight_bytes, bytes_max; /* no more transfers are taken from `bytes_max` on */
     ticket *free;
     ticket *unsent, **unsent_end; /* the driver's */
     bool refused;                 /* the driver's: the engine took or gave nothing; ask again soon */

@@ -105,10 +105,10 @@ static void lock_core(pagert_pump *pump)
 static void unlock_core(pagert_pump *pump) { pthread_mutex_unlock(&pump->lock); }
 
 static void open_lane(pagert_pump *pump, uint32_t index, const pagert_engine *engine, uint32_t mask,
-                      ticket *tickets, uint32_t depth)
+                      ticket *tickets, uint32_t depth, uint64_t bytes_max)
 {
     lane *l = &pump->lanes[index];
-    *l = (lane){.engine = *engine, .link_mask = mask};
+    *l = (lane){.engine = *engine, .link_mask = mask, .bytes_max = bytes_max > 0 ? bytes_max : UINT64_MAX};
     l->unsent_end = &l->unsent;
     for (uint32_t i = 0; i < depth; i++) {
         tickets[i].lane = index;
@@ -167,9 +167,9 @@ int pagert_pump_open(const pagert_pump_options *options, pagert_pump **pump_out)
     int code = pump->wake_fd < 0 ? pump->wake_fd : pump->tickets == NULL ? -ENOMEM : open_core(pump);
     if (code == 0) {
         open_lane(pump, LANE_MEMORY, &options->memory, MEMORY_LINKS, pump->tickets,
-                  options->memory_depth);
+                  options->memory_depth, 0);
         open_lane(pump, LANE_FLASH, &options->flash, FLASH_LINKS, pump->tickets + options->memory_depth,
-                  flash_depth);
+                  flash_depth, options->flash_bytes);
         code = pagert_worker_start(&pump->thread, pump_run, pump, "pagert-pump");
     }
     if (code < 0) {

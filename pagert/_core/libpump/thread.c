@@ -70,13 +70,14 @@ static void take_transfers(pagert_pump *pump)
     pump->kicked = false;
     for (uint32_t index = 0; index < LANE_COUNT; index++) {
         lane *l = &pump->lanes[index];
-        while (l->free != NULL) {
+        while (l->free != NULL && l->in_flight_bytes < l->bytes_max) {
             ticket *t = l->free;
             if (!pagert_next_transfer(pump->core, l->link_mask, &t->transfer))
                 break;
             l->free = t->next;
             describe(pump, &t->transfer, &t->request);
             t->request.tag = t;
+            l->in_flight_bytes += t->request.size_bytes;
             t->start_ns = pump_now_ns();
             t->next = NULL;
             *l->unsent_end = t;
@@ -104,6 +105,7 @@ static void finish(pagert_pump *pump, ticket *t)
     *(t->older != NULL ? &t->older->younger : &pump->oldest) = t->younger;
     *(t->younger != NULL ? &t->younger->older : &pump->youngest) = t->older;
     lane *l = &pump->lanes[t->lane];
+    l->in_flight_bytes -= t->request.size_bytes;
     t->next = l->free;
     l->free = t;
 }
