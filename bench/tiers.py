@@ -56,7 +56,7 @@ FULL_HOST = Sizes(file_bytes=256 * MIB, memory_bytes=256 * MIB, rounds=25)
 SWEPT = Sizes(file_bytes=256 * MIB, memory_bytes=256 * MIB, rounds=5)
 SMOKE = Sizes(file_bytes=16 * MIB, memory_bytes=16 * MIB, rounds=1)
 PAGE_KIB = (64, 128, 256, 512, 1024, 4096)
-DEPTHS = (4, 8, 16, 32, 64)
+DEPTHS = (8, 32, 64, 128)
 PARTS = 16  # tensors that are streamed
 AHEAD = PARTS // 2 - 1  # of them, prefetched while one is held: as many as fit beside it
 
@@ -267,6 +267,7 @@ def sweep(
         far = HugeMemory(sizes.file_bytes)
         links = {"read": H2D, "write": D2H}
         contenders = [
+            MemoryCopy(sizes, memory, far, 1),
             MemoryCopy(sizes, memory, far, 2),
             Whole(sizes, links, host_bytes=sizes.file_bytes, page_bytes=page_bytes),
             Streamed(sizes, links, host_bytes=2 * sizes.file_bytes, page_bytes=page_bytes),

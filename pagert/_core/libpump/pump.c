@@ -105,10 +105,12 @@ static void lock_core(pagert_pump *pump)
 static void unlock_core(pagert_pump *pump) { pthread_mutex_unlock(&pump->lock); }
 
 static void open_lane(pagert_pump *pump, uint32_t index, const pagert_engine *engine, uint32_t mask,
-                      ticket *tickets, uint32_t depth, uint64_t bytes_max)
+                      ticket *tickets, uint32_t depth, const uint64_t bytes_max[DIRECTIONS])
 {
     lane *l = &pump->lanes[index];
-    *l = (lane){.engine = *engine, .link_mask = mask, .bytes_max = bytes_max > 0 ? bytes_max : UINT64_MAX};
+    *l = (lane){.engine = *engine, .link_mask = mask};
+    for (uint32_t i = 0; i < DIRECTIONS; i++)
+        l->bytes_max[i] = bytes_max[i] > 0 ? bytes_max[i] : UINT64_MAX;
     l->unsent_end = &l->unsent;
     for (uint32_t i = 0; i < depth; i++) {
         tickets[i].lane = index;
@@ -166,10 +168,12 @@ int pagert_pump_open(const pagert_pump_options *options, pagert_pump **pump_out)
     pump->wake_fd = pagert_event_open();
     int code = pump->wake_fd < 0 ? pump->wake_fd : pump->tickets == NULL ? -ENOMEM : open_core(pump);
     if (code == 0) {
+        static const uint64_t no_limit[DIRECTIONS];
+        const uint64_t flash_max[DIRECTIONS] = {options->flash_read_bytes, options->flash_write_bytes};
         open_lane(pump, LANE_MEMORY, &options->memory, MEMORY_LINKS, pump->tickets,
-                  options->memory_depth, 0);
+                  options->memory_depth, no_limit);
         open_lane(pump, LANE_FLASH, &options->flash, FLASH_LINKS, pump->tickets + options->memory_depth,
-                  flash_depth, options->flash_bytes);
+                  flash_depth, flash_max);
         code = pagert_worker_start(&pump->thread, pump_run, pump, "pagert-pump");
     }
     if (code < 0) {

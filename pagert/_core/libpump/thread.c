@@ -64,20 +64,31 @@ static void describe(const pagert_pump *pump, const pagert_transfer *t, pagert_r
     }
 }
 
+/* The links of a lane on which one more transfer may start. */
+static uint32_t open_links(const lane *l)
+{
+    uint32_t links = l->link_mask;
+    if (l->bytes[INWARDS] >= l->bytes_max[INWARDS])
+        links &= OUTWARD_LINKS;
+    if (l->bytes[OUTWARDS] >= l->bytes_max[OUTWARDS])
+        links &= ~OUTWARD_LINKS;
+    return links;
+}
+
 /* With the lock held: tickets for what may start now. */
 static void take_transfers(pagert_pump *pump)
 {
     pump->kicked = false;
     for (uint32_t index = 0; index < LANE_COUNT; index++) {
         lane *l = &pump->lanes[index];
-        while (l->free != NULL && l->in_flight_bytes < l->bytes_max) {
+        while (l->free != NULL) {
             ticket *t = l->free;
-            if (!pagert_next_transfer(pump->core, l->link_mask, &t->transfer))
+            if (!pagert_next_transfer(pump->core, open_links(l), &t->transfer))
                 break;
             l->free = t->next;
             describe(pump, &t->transfer, &t->request);
             t->request.tag = t;
-            l->in_flight_bytes += t->request.size_bytes;
+            l->bytes[direction_of(t->transfer.link)] += t->request.size_bytes;
             t->start_ns = pump_now_ns();
             t->next = NULL;
             *l->unsent_end = t;
@@ -105,7 +116,7 @@ static void finish(pagert_pump *pump, ticket *t)
     *(t->older != NULL ? &t->older->younger : &pump->oldest) = t->younger;
     *(t->younger != NULL ? &t->younger->older : &pump->youngest) = t->older;
     lane *l = &pump->lanes[t->lane];
-    l->in_flight_bytes -= t->request.size_bytes;
+    l->bytes[direction_of(t->transfer.link)] -= t->request.size_bytes;
     t->next = l->free;
     l->free = t;
 }
