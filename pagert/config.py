@@ -184,7 +184,7 @@ class Config:
         flash_path: str | os.PathLike[str] | None = None,
         flash_bytes: int | str | None = None,
         page_bytes: int | str | None = None,
-        policy: str = "lru",
+        policy: str = "lookahead",
         flash_depth: int = 0,
         direct: str = "auto",
         io_backend: str = "auto",

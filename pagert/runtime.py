@@ -34,7 +34,7 @@ class Runtime:
     page_bytes : int, str or None
         Size of a page; None: 256 KiB, and less where the device budget would hold fewer than 64.
     policy : str
-        Eviction policy: 'lru'.
+        Eviction policy: 'lookahead', which learns what repeats, or 'lru'.
     flash_depth : int
         Requests in flight at the flash engine; 0: a measured default.
     direct : {'auto', 'require', 'off'}
@@ -65,7 +65,7 @@ class Runtime:
         flash_path: str | os.PathLike[str] | None = None,
         flash_bytes: int | str | None = None,
         page_bytes: int | str | None = None,
-        policy: str = "lru",
+        policy: str = "lookahead",
         flash_depth: int = 0,
         direct: str = "auto",
         io_backend: str = "auto",

@@ -72,7 +72,8 @@ typedef struct pagert_config {
 } pagert_config;
 
 /* Bytes of memory that a pager of this configuration needs; 0 if the configuration is invalid.
- * At most 64 bytes a virtual page and 12 bytes a frame, plus a small constant. */
+ * At most 64 bytes a virtual page and 12 bytes a frame, plus a small constant. With lookahead 9 bytes more a
+ * virtual page, 40 more a device frame, 29 a host frame, and 24 MiB for what it remembers. */
 uint64_t pagert_memory_bytes(const pagert_config *config);
 
 /* Build a pager in `memory`, which is zeroed, 64-byte aligned and stays the caller's. Zeroed memory is
@@ -127,6 +128,7 @@ typedef struct pagert_pin {
     uint64_t hits, faults;                 /* pages it found resident, and others; counted once it is ready */
     uint64_t frames_needed, frames_unheld; /* valid after PAGERT_E_FRAMES */
     struct pagert_pin *next, *previous;    /* the core's: pins that are pending or failed */
+    uint32_t use;                          /* the core's: which use of pages it was */
 } pagert_pin;
 
 /* Ask for every access of `pin` to be resident, each in one window, all at once or not at all.
@@ -203,6 +205,8 @@ typedef struct pagert_counters {
     uint64_t transferred[PAGERT_LINK_COUNT]; /* pages whose transfer succeeded */
     uint64_t transfers[PAGERT_LINK_COUNT];   /* successful transfers: joined pages count as one */
     uint64_t failed_transfers;
+    uint64_t lru_moved;          /* pages that LRU would have moved to the device and from it, where the policy
+                                    holds itself to that; else 0 */
 } pagert_counters;
 
 typedef struct pagert_usage {

@@ -138,6 +138,7 @@ cdef extern from "pagert/pager.h" nogil:
         uint64_t transferred[8]
         uint64_t transfers[8]
         uint64_t failed_transfers
+        uint64_t lru_moved
 
     ctypedef struct pagert_usage:
         uint32_t capacity_frames

@@ -76,6 +76,7 @@ class Counters(NamedTuple):
     transferred: tuple[int, ...]
     transfers: tuple[int, ...]
     failed_transfers: int
+    lru_moved: int
 
 class Usage(NamedTuple):
     capacity_frames: int

@@ -126,6 +126,7 @@ class Counters(NamedTuple):
     transferred: tuple
     transfers: tuple
     failed_transfers: int
+    lru_moved: int
 
 
 class Usage(NamedTuple):
@@ -314,6 +315,7 @@ cdef class Core:
             tuple([raw.transferred[link] for link in range(PAGERT_LINK_COUNT)]),
             tuple([raw.transfers[link] for link in range(PAGERT_LINK_COUNT)]),
             raw.failed_transfers,
+            raw.lru_moved,
         )
 
     def usage(self, uint32_t tier):

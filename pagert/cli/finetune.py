@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--page-bytes", default=None, metavar="SIZE", help="size of a page (measured default)"
     )
-    where.add_argument("--policy", default="lru", metavar="P", help="eviction policy (lru)")
+    where.add_argument("--policy", default="lookahead", metavar="P", help="eviction policy: lookahead, lru (lookahead)")
     where.add_argument(
         "--unpaged",
         action="store_true",

@@ -30,7 +30,7 @@ class Settings:
     flash_path: Path | None = None
     flash_bytes: str | None = None
     page_bytes: str | None = None
-    policy: str = "lru"
+    policy: str = "lookahead"
     unpaged: bool = False
     out: Path | None = None
     compare: bool = False

@@ -19,7 +19,7 @@ BASE = {
 }
 
 
-def memory(**changes: int) -> int:
+def memory(**changes: int | str) -> int:
     return c.memory_bytes(**(BASE | changes))
 
 
@@ -34,6 +34,18 @@ def test_a_frame_costs_at_most_12_bytes() -> None:
         for frame_count in (1 << 10, 1 << 20, 1 << 28):
             more = memory(**{tier: 2 * frame_count}) - memory(**{tier: frame_count})
             assert 0 <= more <= 12 * frame_count + 64
+
+
+def test_lookahead_costs_9_bytes_more_a_page_40_a_device_frame_and_29_a_host_frame() -> None:
+    def costs(**changes: int) -> int:
+        return memory(policy="lookahead", **changes) - memory(**changes)
+
+    pages, frames = BASE["page_count"], BASE["device_frames"]
+    assert costs(page_count=9 * pages) - costs() <= 9 * 8 * pages + 64
+    assert costs(device_frames=9 * frames) - costs() <= 40 * 8 * frames + 64
+    assert costs(host_frames=9 * BASE["host_frames"]) - costs() <= 29 * 8 * BASE["host_frames"] + 64
+    assert costs(flash_frames=9 * BASE["flash_frames"]) == costs()
+    assert costs(page_count=1, device_frames=1, host_frames=1) < 24 * 2**20
 
 
 def test_the_constant_part_is_small() -> None:

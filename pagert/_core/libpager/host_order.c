@@ -10,7 +10,7 @@ enum { RECHECKS_MAX = 32 };
 uint64_t host_order_bytes(const pagert_config *config)
 {
     uint64_t frames = config->frame_count[PAGERT_HOST];
-    return HOST_PRICES * heap_bytes(config, PAGERT_HOST) + frames * (sizeof(uint32_t) + 1);
+    return (HOST_PRICES * heap_bytes(config, PAGERT_HOST) + frames * (sizeof(uint32_t) + 1) + 63) / 64 * 64;
 }
 
 void host_order_init(host_order *order, const pagert_config *config, unsigned char *memory)

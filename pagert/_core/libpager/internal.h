@@ -95,6 +95,8 @@ typedef struct page {
 } page;
 _Static_assert(sizeof(page) == 64, "the page table costs 64 bytes a page");
 
+typedef struct shadow shadow;
+
 typedef struct page_list {
     uint32_t oldest, youngest, count;
 } page_list;
@@ -176,6 +178,7 @@ struct pagert_pager {
     } extents;
     const pagert_policy *policy;
     void *policy_state;
+    shadow *shadow; /* the policy's, or NULL: what LRU would have moved */
     pagert_counters counters;
 };
 

@@ -8,6 +8,7 @@
  * here, device.c, lower.c, fail.c or pagert_complete().
  */
 #include "list.h"
+#include "shadow.h"
 
 static bool uses_host_copy(uint32_t queue)
 {
@@ -88,6 +89,7 @@ void page_relist(pagert_pager *pager, uint32_t index)
         clear_flag(p, PAGE_HOST_LIST);
         set_flag(p, list << PAGE_HOST_LIST_SHIFT);
     }
+    shadow_look(pager, index);
 }
 
 /* The device frame is promised or owned: bring the bytes one stage nearer. */
@@ -197,7 +199,10 @@ void page_drop_lower(pagert_pager *pager, uint32_t index, uint32_t tier)
     page *p = &pager->pages[index];
     PAGERT_ASSERT(tier != PAGERT_DEVICE && p->copy[tier] != COPY_NONE);
     frame_set_remove(&pager->sets[tier], p->frame[tier]);
+    bool was_clean = is_clean(p);
     p->copy[tier] = COPY_NONE;
+    if (was_clean && !is_clean(p) && p->copy[PAGERT_DEVICE] == COPY_VALID && !has(p, PAGE_DYING))
+        shadow_lose_copy(pager, index);
     page_relist(pager, index);
 }
 
@@ -233,6 +238,7 @@ void page_commit_write(pagert_pager *pager, uint32_t index)
     PAGERT_ASSERT(idle && p->holds > 0 && p->copy[PAGERT_DEVICE] != COPY_NONE);
     p->copy[PAGERT_DEVICE] = COPY_VALID;
     clear_flag(p, PAGE_ZERO | PAGE_OVERWRITE | PAGE_CLEANING);
+    shadow_write(pager, index);
     for (uint32_t tier = PAGERT_HOST; tier < PAGERT_TIER_COUNT; tier++)
         if (p->copy[tier] != COPY_NONE)
             page_drop_lower(pager, index, tier);

@@ -3,6 +3,7 @@
  * pager: the memory it lives in, its regions, and what can be asked of it.
  */
 #include "list.h"
+#include "shadow.h"
 
 #define ALIGNMENT 64
 
@@ -175,6 +176,8 @@ int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_
     int64_t remaining = 0;
     for (uint32_t i = 0; i < count; i++) {
         page *p = &pager->pages[first + i];
+        if (p->copy[PAGERT_DEVICE] != COPY_INCOMING && !has(p, PAGE_MOVING))
+            shadow_expel(pager, first + i);
         if (p->copy[PAGERT_DEVICE] == COPY_VALID && !has(p, PAGE_LEAVING | PAGE_MOVING)) {
             if (!is_clean(p))
                 set_flag(p, PAGE_CLEANING); /* so that a failure is reported */
@@ -196,6 +199,8 @@ int64_t pagert_flush(pagert_pager *pager, pagert_failure *failure)
     int code = take_failure(pager, 0, pager->config.page_count, failure);
     int64_t remaining = 0;
     pager->flushing = code == 0;
+    if (code == 0)
+        shadow_flush(pager);
     for (uint32_t frame = 0; frame < pager->config.frame_count[PAGERT_DEVICE] && code == 0; frame++) {
         uint32_t index = pager->frames[frame].page;
         if (index == NONE)

@@ -6,7 +6,7 @@
  * there). Until a pin that writes is ready, the old bytes are untouched on the tiers below; that it holds
  * the only copy is settled in the step that makes it ready.
  */
-#include "internal.h"
+#include "shadow.h"
 
 /* FAILED holds its pages until it is unpinned, REFUSED never held any. */
 enum { WRITES_AHEAD = 16 }; /* transfers that go on at most when one more page is written ahead */
@@ -48,6 +48,7 @@ static void fetch_for_readers(pagert_pager *pager, uint32_t index)
     for (const pagert_pin *pin = pager->unready; pin != NULL; pin = pin->next) {
         if (pin->state == PIN_PLACED && pin_covers(pin, index) && !pin_overwrites(pager, pin, index)) {
             clear_flag(p, PAGE_OVERWRITE);
+            shadow_fetch_after_all(pager, index);
             page_advance(pager, index);
             return;
         }
@@ -161,6 +162,7 @@ static int place_spans(pagert_pager *pager, pagert_pin *pin)
                 settle(pager, a->span_first + i);
         }
     }
+    shadow_make_room(pager, pin);
     int outcome = place_make_room(pager, pin, missing);
     for (uint32_t k = 0; k < pin->access_count && outcome == PLACE_DONE; k++) {
         const pagert_access *a = &pin->accesses[k];
@@ -191,6 +193,7 @@ static int make_room_to_repack(pagert_pager *pager, pagert_pin *pin)
     for (uint32_t k = 0; k < pin->access_count; k++)
         for (uint32_t i = 0; i < pin->accesses[k].span_count; i++)
             missing += pager->pages[pin->accesses[k].span_first + i].copy[PAGERT_DEVICE] == COPY_NONE;
+    shadow_make_room(pager, pin);
     int outcome = place_make_room(pager, pin, missing > 0 ? missing : 1);
     for_each_page(pager, pin, unwant);
     return outcome == PLACE_DONE && !is_quiet(pager) ? PLACE_BUSY : outcome;
@@ -270,6 +273,7 @@ static int place(pagert_pager *pager, pagert_pin *pin)
         for_each_page(pager, pin, settle);
         return outcome;
     }
+    shadow_use_begun(pager, pin);
     for_each_page(pager, pin, unwant);
     if (outcome != PLACE_BLOCKED || pager->look_ahead_only) /* a guess is not worth more */
         return outcome;
@@ -398,6 +402,7 @@ int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
         }
         pin->code = 0;
         pin->state = PIN_PLACED;
+        shadow_use(pager, pin);
     }
     if (pin->state != PIN_PLACED)
         return PAGERT_E_STATE;
@@ -453,8 +458,10 @@ int pagert_unpin(pagert_pager *pager, pagert_pin *pin)
     if (state != PIN_READY)
         leave_unready(pager, pin);
     pin->state = PIN_RELEASED;
-    if (state == PIN_READY || state == PIN_PLACED || state == PIN_FAILED)
+    if (state == PIN_READY || state == PIN_PLACED || state == PIN_FAILED) {
         for_each_page(pager, pin, let_go);
+        shadow_let_go(pager, pin);
+    }
     if (state == PIN_PLACED || state == PIN_FAILED)
         for_each_page(pager, pin, fetch_for_readers);
     lower_grant_host(pager);

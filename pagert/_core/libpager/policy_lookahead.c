@@ -20,6 +20,7 @@
 #include "host_order.h"
 #include "list.h"
 #include "plan.h"
+#include "shadow.h"
 
 /* Where an evictable page stands, in its `failed_link`: that is free while no pin holds the page. */
 enum {
@@ -59,14 +60,15 @@ typedef struct lookahead {
     uint32_t looked_up;   /* first page of the region of `found`, which was true at `looked_up_at` */
     uint32_t looked_up_at, looked_up_epoch;
     use found;
+    shadow lru; /* keeps wrong predictions from costing much: see shadow.h */
 } lookahead;
 
 static lookahead *state_of(const pagert_pager *pager) { return pager->policy_state; }
 
 static uint64_t state_bytes(const pagert_config *config)
 {
-    return sizeof(lookahead) + 64 + HEAPS * heap_bytes(config, PAGERT_DEVICE) + plan_bytes() +
-           history_bytes() + host_order_bytes(config);
+    return sizeof(lookahead) + 64 + HEAPS * heap_bytes(config, PAGERT_DEVICE) + plan_bytes() + history_bytes() +
+           host_order_bytes(config) + shadow_bytes(config);
 }
 
 static void init(pagert_pager *pager)
@@ -84,6 +86,7 @@ static void init(pagert_pager *pager)
     host_order_init(&state->below, &pager->config, memory);
     list_init(&state->unknown);
     state->looked_up = state->last_victim = NONE;
+    shadow_init(pager, &state->lru, memory + host_order_bytes(&pager->config));
 }
 
 /* The next use of a page, or NULL. Pages of one access are asked for one after the other: the last answer is
@@ -268,7 +271,8 @@ static uint32_t in_order(pagert_pager *pager, uint32_t standing, heap_item best)
     return first;
 }
 
-static uint32_t victim(pagert_pager *pager, bool clean_only)
+/* The one that the prediction makes the best, whatever it costs should that be wrong. */
+static uint32_t foreseen_victim(pagert_pager *pager, bool clean_only)
 {
     lookahead *state = state_of(pager);
     bool sure = history_is_sure(&state->past);
@@ -299,6 +303,32 @@ static uint32_t victim(pagert_pager *pager, bool clean_only)
     return standing != HEAPS ? state->heaps[standing].items[0].page : clean_only ? any_clean(pager) : NONE;
 }
 
+/* Pages that LRU would have evicted may leave at any time. Of the one that it did first and the one that it did
+ * last: what is used later. The latter where it is a loop that LRU is bad at. */
+static uint32_t later_spare(pagert_pager *pager)
+{
+    uint32_t first = shadow_spares(pager)->oldest, last = shadow_spares(pager)->youngest;
+    if (first == NONE)
+        return NONE;
+    uint32_t time_of_first = NONE, time_of_last = NONE;
+    appraise(pager, first, &time_of_first);
+    appraise(pager, last, &time_of_last);
+    if (time_of_last > time_of_first) {
+        first = last;
+        time_of_first = time_of_last;
+    }
+    return pager->needed_before < time_of_first || !pager->look_ahead_only ? first : NONE;
+}
+
+static uint32_t victim(pagert_pager *pager, bool clean_only)
+{
+    uint32_t index = foreseen_victim(pager, clean_only);
+    if (index == NONE || shadow_affords(pager, shadow_price_of_leaving(pager, index)))
+        return index;
+    index = clean_only ? NONE : later_spare(pager);
+    return index != NONE ? index : shadow_victim(pager, clean_only);
+}
+
 /* A dirty page that is planned to go and stands in no queue: it can be written while the links are idle, and
  * its frame is there at once when it is asked for. Near the top they are nearly in order. */
 static uint32_t writable(pagert_pager *pager)
@@ -306,7 +336,8 @@ static uint32_t writable(pagert_pager *pager)
     const heap *h = &state_of(pager)->heaps[GOES_DIRTY];
     for (uint32_t i = 0; i < RECHECKS_MAX && i < h->count; i++) {
         uint32_t index = h->items[i].page;
-        if (pager->pages[index].queue == QUEUE_NONE)
+        if (pager->pages[index].queue == QUEUE_NONE &&
+            shadow_affords(pager, shadow_price_of_cleaning(pager, index)))
             return reappraise(pager, index) ? index : NONE;
     }
     return NONE;
@@ -367,6 +398,7 @@ static void go_on_planning(pagert_pager *pager, uint32_t accesses)
 static void accessed(pagert_pager *pager, const pagert_pin *pin)
 {
     lookahead *state = state_of(pager);
+    shadow_expect(pager, pin);
     refresh(pager);
     for (uint32_t k = 0; k < pin->access_count; k++) {
         const pagert_access *a = &pin->accesses[k];
@@ -437,7 +469,7 @@ static bool upcoming(pagert_pager *pager, uint32_t *first_page, uint32_t *page_c
             *page_count = e->count;
             *time = past->now - 1 + (state->ahead - past->cursor);
             state->ahead_pages -= pages_of(e); /* it is looked at again */
-            return true;
+            return shadow_affords_fetch(pager, *first_page, *page_count);
         }
     }
     return false;

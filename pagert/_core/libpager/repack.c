@@ -13,7 +13,7 @@
  * way of a resident page of the pin goes there for a while: when that page has moved in, its own frame outside
  * is free.
  */
-#include "internal.h"
+#include "shadow.h"
 
 /* A span's base in the layout is kept in its access's device_bytes until the pin is ready. */
 static uint32_t base_of(const pagert_access *access) { return (uint32_t)access->device_bytes; }
@@ -215,7 +215,9 @@ int repack_round(pagert_pager *pager, pagert_pin *pin)
             rearrange(pager, pin, &pin->accesses[k], i, &r);
     if (r.started == 0 && (r.in_way != NONE || r.stuck != NONE)) {
         /* No frame is free, or the pin's own pages stand in a circle: break it at one. */
-        page_start_leaving(pager, r.in_way != NONE ? r.in_way : r.stuck);
+        uint32_t index = r.in_way != NONE ? r.in_way : r.stuck;
+        shadow_expel(pager, index);
+        page_start_leaving(pager, index);
         r.started++;
     }
     if (r.started > 0)

@@ -1,0 +1,405 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * shadow: see shadow.h. Owns the memory it is given; a step is O(1) for each page that it concerns.
+ */
+#include "shadow.h"
+
+enum {
+    KEPT = 1 << 0,      /* LRU has the page */
+    DIRTY = 1 << 1,     /* and it is dirty there */
+    UNPAID = 1 << 2,    /* and was not fetched: a pin that holds it is going to overwrite it */
+    SPARE = 1 << 3,     /* on the list of spares */
+    DUE_SHIFT = 4,      /* from here on: what is due for the page, 0 to 2 */
+};
+
+enum { LIMIT_PERCENT = 110 };
+
+uint64_t shadow_bytes(const pagert_config *config)
+{
+    return (uint64_t)config->page_count * (sizeof(page_link) + sizeof(uint8_t));
+}
+
+/* The memory is zeroed: no page is in a list, and no link of such a page is read. */
+void shadow_init(pagert_pager *pager, shadow *state, unsigned char *memory)
+{
+    *state = (shadow){.links = (page_link *)(void *)memory,
+                      .flags = memory + (uint64_t)pager->config.page_count * sizeof(page_link),
+                      .kept = {NONE, NONE, 0},
+                      .spares = {NONE, NONE, 0}};
+    pager->shadow = state;
+}
+
+static void append(shadow *s, page_list *list, uint32_t index)
+{
+    s->links[index] = (page_link){.older = list->youngest, .younger = NONE};
+    *(list->youngest == NONE ? &list->oldest : &s->links[list->youngest].younger) = index;
+    list->youngest = index;
+    list->count++;
+}
+
+static void take_out(shadow *s, page_list *list, uint32_t index)
+{
+    page_link link = s->links[index];
+    *(link.older == NONE ? &list->oldest : &s->links[link.older].younger) = link.younger;
+    *(link.younger == NONE ? &list->youngest : &s->links[link.younger].older) = link.older;
+    list->count--;
+}
+
+static void make_youngest(shadow *s, uint32_t index)
+{
+    if (s->kept.youngest == index)
+        return;
+    take_out(s, &s->kept, index);
+    append(s, &s->kept, index);
+}
+
+static bool crosses_border(uint32_t link)
+{
+    return link == PAGERT_HOST_TO_DEVICE || link == PAGERT_FLASH_TO_DEVICE ||
+           link == PAGERT_DEVICE_TO_HOST || link == PAGERT_DEVICE_TO_FLASH;
+}
+
+/* What may yet be moved for the page beyond what LRU moves for it: see shadow.h. */
+static uint32_t due_for(const page *p, uint32_t flags)
+{
+    if (has(p, PAGE_DYING))
+        return has(p, PAGE_IN_FLIGHT) && crosses_border(p->queue);
+    bool fetched_by_lru = (flags & (KEPT | UNPAID)) == KEPT && !has(p, PAGE_ZERO);
+    if (p->copy[PAGERT_DEVICE] == COPY_NONE)
+        return fetched_by_lru;
+    if (p->copy[PAGERT_DEVICE] == COPY_INCOMING)
+        return has(p, PAGE_OVERWRITE) ? fetched_by_lru : !has(p, PAGE_ZERO);
+    uint32_t due = has(p, PAGE_LEAVING) && fetched_by_lru;
+    if (!is_clean(p))
+        due += has(p, PAGE_LEAVING | PAGE_CLEANING) || crosses_border(p->queue) || !(flags & DIRTY);
+    return due;
+}
+
+/* Bring the page's share of `due`, and its place among the spares, up to date. */
+void shadow_update(pagert_pager *pager, uint32_t index)
+{
+    shadow *s = pager->shadow;
+    const page *p = &pager->pages[index];
+    uint32_t flags = s->flags[index];
+    if (has(p, PAGE_DYING) && (flags & KEPT)) {
+        take_out(s, &s->kept, index);
+        s->unpaid -= (flags & UNPAID) != 0;
+        flags &= ~(uint32_t)(KEPT | DIRTY | UNPAID);
+    }
+    bool spare = has(p, PAGE_EVICTABLE) && !(flags & KEPT);
+    if (spare != ((flags & SPARE) != 0)) {
+        if (spare)
+            append(s, &s->spares, index);
+        else
+            take_out(s, &s->spares, index);
+        flags ^= SPARE;
+    }
+    uint32_t due = due_for(p, flags);
+    s->due = s->due - (flags >> DUE_SHIFT) + due;
+    s->flags[index] = (uint8_t)((flags & ((1u << DUE_SHIFT) - 1)) | due << DUE_SHIFT);
+}
+
+static void pay(pagert_pager *pager)
+{
+    pager->shadow->lru_moved++;
+    pager->counters.lru_moved++;
+}
+
+/* LRU gives the page up, without a writeback. */
+static void forget(pagert_pager *pager, uint32_t index)
+{
+    shadow *s = pager->shadow;
+    take_out(s, &s->kept, index);
+    s->unpaid -= (s->flags[index] & UNPAID) != 0;
+    s->flags[index] &= (uint8_t)~(KEPT | DIRTY | UNPAID);
+    shadow_update(pager, index);
+}
+
+static void evict(pagert_pager *pager, uint32_t index)
+{
+    if (pager->shadow->flags[index] & DIRTY)
+        pay(pager);
+    forget(pager, index);
+}
+
+/* LRU evicts its oldest pages until `coming` more fit. Held ones, which are few, go to the other end. */
+static void fit(pagert_pager *pager, uint32_t coming)
+{
+    shadow *s = pager->shadow;
+    uint64_t frame_count = pager->config.frame_count[PAGERT_DEVICE];
+    for (uint32_t tries = s->kept.count; tries > 0; tries--) {
+        if (s->kept.count + (uint64_t)coming <= frame_count)
+            break;
+        const page *p = &pager->pages[s->kept.oldest];
+        if (p->holds > 0 && !has(p, PAGE_FAILED))
+            make_youngest(s, s->kept.oldest);
+        else
+            evict(pager, s->kept.oldest);
+    }
+    if (s->kept.oldest != NONE) { /* the next to go, most likely: by then it is in the processor's cache */
+        __builtin_prefetch(&pager->pages[s->kept.oldest]);
+        __builtin_prefetch(&s->links[s->kept.oldest]);
+        __builtin_prefetch(&s->flags[s->kept.oldest]);
+    }
+}
+
+void shadow_expect(pagert_pager *pager, const pagert_pin *pin)
+{
+    const shadow *s = pager->shadow;
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        __builtin_prefetch(&s->links[pin->accesses[k].first_page]);
+        __builtin_prefetch(&s->flags[pin->accesses[k].first_page]);
+    }
+}
+
+void shadow_make_room(pagert_pager *pager, const pagert_pin *pin)
+{
+    const shadow *s = pager->shadow;
+    if (s == NULL || pager->look_ahead_only)
+        return;
+    uint32_t coming = 0;
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        for (uint32_t i = 0; i < a->span_count; i++)
+            coming += !(s->flags[a->span_first + i] & KEPT);
+    }
+    fit(pager, coming);
+}
+
+/* LRU does not have the page yet: it comes, with a fetch unless there is nothing to fetch. */
+static void bring(pagert_pager *pager, uint32_t index, bool overwrite)
+{
+    shadow *s = pager->shadow;
+    PAGERT_ASSERT(!(s->flags[index] & SPARE)); /* it is held */
+    append(s, &s->kept, index);
+    s->flags[index] |= KEPT;
+    if (overwrite) {
+        s->flags[index] |= UNPAID;
+        s->unpaid++;
+    } else if (!has(&pager->pages[index], PAGE_ZERO)) {
+        pay(pager);
+    }
+    shadow_update(pager, index);
+}
+
+void shadow_use(pagert_pager *pager, pagert_pin *pin)
+{
+    shadow *s = pager->shadow;
+    if (s == NULL || pager->look_ahead_only)
+        return;
+    pin->use = ++s->uses;
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        for (uint32_t i = 0; i < a->page_count; i++) {
+            uint32_t index = a->first_page + i;
+            if (s->flags[index] & KEPT)
+                make_youngest(s, index);
+            else
+                bring(pager, index, pin_overwrites(pager, pin, index));
+        }
+    }
+    fit(pager, 0);
+}
+
+/* It was not placed, but the fetch of some pages has begun, and goes on. */
+void shadow_use_begun(pagert_pager *pager, const pagert_pin *pin)
+{
+    const shadow *s = pager->shadow;
+    if (s == NULL || pager->look_ahead_only)
+        return;
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        for (uint32_t i = 0; i < a->page_count; i++) {
+            const page *p = &pager->pages[a->first_page + i];
+            if (p->copy[PAGERT_DEVICE] == COPY_INCOMING && !has(p, PAGE_OVERWRITE) &&
+                !(s->flags[a->first_page + i] & KEPT))
+                bring(pager, a->first_page + i, false);
+        }
+    }
+    fit(pager, 0);
+}
+
+/* The use ends, which makes a difference if there were others since it began. What was to be overwritten and
+ * was not, is not there. */
+void shadow_let_go(pagert_pager *pager, const pagert_pin *pin)
+{
+    shadow *s = pager->shadow;
+    if (s == NULL || pager->look_ahead_only || (pin->use == s->uses && s->unpaid == 0))
+        return;
+    if (pin->use != s->uses)
+        s->uses++;
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        const pagert_access *a = &pin->accesses[k];
+        for (uint32_t i = 0; i < a->page_count; i++) {
+            uint32_t index = a->first_page + i;
+            if (pager->pages[index].holds > 0 || !(s->flags[index] & KEPT))
+                continue;
+            if (s->flags[index] & UNPAID)
+                forget(pager, index);
+            else
+                make_youngest(s, index);
+        }
+    }
+}
+
+/* The page is about to be written: it gets dirty on both sides, and page_relist() follows. */
+void shadow_write(pagert_pager *pager, uint32_t index)
+{
+    shadow *s = pager->shadow;
+    if (s == NULL || !(s->flags[index] & KEPT))
+        return;
+    s->unpaid -= (s->flags[index] & UNPAID) != 0;
+    s->flags[index] = (uint8_t)((s->flags[index] & ~UNPAID) | DIRTY);
+}
+
+void shadow_fetch_after_all(pagert_pager *pager, uint32_t index)
+{
+    shadow *s = pager->shadow;
+    if (s == NULL || !(s->flags[index] & UNPAID))
+        return;
+    s->flags[index] &= (uint8_t)~UNPAID;
+    s->unpaid--;
+    if (!has(&pager->pages[index], PAGE_ZERO))
+        pay(pager);
+}
+
+void shadow_expel(pagert_pager *pager, uint32_t index)
+{
+    if (pager->shadow != NULL && (pager->shadow->flags[index] & KEPT))
+        evict(pager, index);
+}
+
+/* O(device frames), as a flush is. */
+void shadow_flush(pagert_pager *pager)
+{
+    shadow *s = pager->shadow;
+    for (uint32_t index = s != NULL ? s->kept.oldest : NONE; index != NONE; index = s->links[index].younger) {
+        if (!(s->flags[index] & DIRTY) || pager->pages[index].holds > 0)
+            continue;
+        s->flags[index] &= (uint8_t)~DIRTY;
+        pay(pager);
+        shadow_update(pager, index);
+    }
+}
+
+void shadow_lose_copy(pagert_pager *pager, uint32_t index)
+{
+    shadow *s = pager->shadow;
+    if (s == NULL)
+        return;
+    if (s->flags[index] & KEPT)
+        s->flags[index] |= DIRTY;
+    else
+        s->excused++;
+}
+
+void shadow_transferred(pagert_pager *pager, uint32_t link, uint32_t page_count)
+{
+    if (pager->shadow != NULL && crosses_border(link))
+        pager->shadow->moved += page_count;
+}
+
+/* Its fetch, if LRU would find it here, and its writeback, if that is not due already. */
+uint32_t shadow_price_of_leaving(const pagert_pager *pager, uint32_t index)
+{
+    return ((pager->shadow->flags[index] & KEPT) && !has(&pager->pages[index], PAGE_ZERO) ? 1 : 0) +
+           shadow_price_of_cleaning(pager, index);
+}
+
+uint32_t shadow_price_of_cleaning(const pagert_pager *pager, uint32_t index)
+{
+    return (pager->shadow->flags[index] & DIRTY) && !is_clean(&pager->pages[index]) ? 1 : 0;
+}
+
+bool shadow_affords(const pagert_pager *pager, uint64_t price)
+{
+    const shadow *s = pager->shadow;
+    uint64_t intended = pager->look_ahead_only ? s->intended : 0;
+    return 100 * (s->moved + s->due + intended + price) <= LIMIT_PERCENT * s->lru_moved + 100 * s->excused;
+}
+
+bool shadow_affords_fetch(pagert_pager *pager, uint32_t first_page, uint32_t page_count)
+{
+    shadow *s = pager->shadow;
+    s->intended = 0;
+    for (uint32_t i = 0; i < page_count; i++) {
+        const page *p = &pager->pages[first_page + i];
+        if (p->copy[PAGERT_DEVICE] == COPY_NONE && !has(p, PAGE_ZERO))
+            s->intended += !(s->flags[first_page + i] & KEPT); /* else it is due already */
+    }
+    return shadow_affords(pager, s->intended);
+}
+
+const page_list *shadow_spares(const pagert_pager *pager) { return &pager->shadow->spares; }
+
+uint32_t shadow_victim(pagert_pager *pager, bool clean_only)
+{
+    shadow *s = pager->shadow;
+    if (pager->look_ahead_only)
+        return NONE;
+    uint32_t index = s->spares.oldest;
+    while (index != NONE && clean_only && !is_clean(&pager->pages[index]))
+        index = s->links[index].younger;
+    if (index != NONE || pager->spare_planned || (!clean_only && !is_quiet(pager)))
+        return index;
+    for (index = s->kept.oldest; index != NONE; index = s->links[index].younger) {
+        const page *p = &pager->pages[index];
+        if (has(p, PAGE_EVICTABLE) && (!clean_only || is_clean(p))) {
+            evict(pager, index);
+            return index;
+        }
+    }
+    return NONE;
+}
+
+#define CHECK(condition)     \
+    do {                     \
+        if (!(condition))    \
+            return __LINE__; \
+    } while (0)
+
+static int check_list(const pagert_pager *pager, const page_list *list, uint32_t flag)
+{
+    const shadow *s = pager->shadow;
+    uint32_t count = 0, previous = NONE;
+    for (uint32_t index = list->oldest; index != NONE; index = s->links[index].younger) {
+        CHECK((s->flags[index] & (KEPT | SPARE)) == flag);
+        CHECK(s->links[index].older == previous && ++count <= list->count);
+        previous = index;
+    }
+    CHECK(count == list->count && list->youngest == previous);
+    return 0;
+}
+
+/* Everything counted anew, and the rule itself. */
+int shadow_check(const pagert_pager *pager)
+{
+    const shadow *s = pager->shadow;
+    uint64_t due = 0;
+    uint32_t kept = 0, spares = 0, unpaid = 0;
+    int line;
+    if ((line = check_list(pager, &s->kept, KEPT)) || (line = check_list(pager, &s->spares, SPARE)))
+        return line;
+    for (uint32_t index = 0; index < pager->config.page_count; index++) {
+        const page *p = &pager->pages[index];
+        uint32_t flags = s->flags[index];
+        if (!has(p, PAGE_LIVE)) {
+            CHECK(flags == 0);
+            continue;
+        }
+        CHECK(!(flags & (DIRTY | UNPAID)) || (flags & KEPT));
+        CHECK(!(flags & UNPAID) || p->holds > 0);
+        CHECK((flags & KEPT) || p->holds == 0 || has(p, PAGE_FAILED));
+        CHECK(!(flags & SPARE) == !(has(p, PAGE_EVICTABLE) && !(flags & KEPT)));
+        CHECK(flags >> DUE_SHIFT == due_for(p, flags));
+        due += flags >> DUE_SHIFT;
+        kept += flags & KEPT;
+        spares += (flags & SPARE) != 0;
+        unpaid += (flags & UNPAID) != 0;
+    }
+    CHECK(due == s->due && unpaid == s->unpaid);
+    CHECK(kept == s->kept.count && spares == s->spares.count);
+    CHECK(kept <= pager->config.frame_count[PAGERT_DEVICE]);
+    CHECK(100 * (s->moved + s->due) <= LIMIT_PERCENT * s->lru_moved + 100 * s->excused);
+    return 0;
+}
