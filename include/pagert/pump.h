@@ -30,6 +30,9 @@ typedef struct pagert_pump_options {
     pagert_engine flash;   /* READ and WRITE; submit is NULL without a flash tier */
     uint32_t memory_depth; /* requests in flight at each engine at once, at least 1 */
     uint32_t flash_depth;
+    /* Bytes in flight at the flash engine, read and written, at which no more of the kind are given to it; 0: no
+     * limit. Apart, so that a fetch never waits for a writeback before it can start. */
+    uint64_t flash_read_bytes, flash_write_bytes;
 } pagert_pump_options;
 
 /* 0 or -errno; -EINVAL: the options do not make sense. Never one of PAGERT_E_*, whose numbers overlap. */

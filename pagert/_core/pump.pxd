@@ -23,6 +23,7 @@ cdef extern from "pagert/pump.h" nogil:
         pagert_engine flash
         uint32_t memory_depth
         uint32_t flash_depth
+        uint64_t flash_read_bytes, flash_write_bytes
 
     int pagert_pump_open(const pagert_pump_options *options, pagert_pump **pump)
     int pagert_pump_stop(pagert_pump *pump, uint64_t timeout_ns)

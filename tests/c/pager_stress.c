@@ -530,7 +530,7 @@ static void run_round(driver *d, uint64_t seed, uint64_t steps)
     d->config = (pagert_config){
         .page_bytes = PAGE_BYTES,
         .page_count = PAGE_COUNT,
-        .frame_count = {4 + random_below(d, 40), tiers == 0 ? 0 : 2 + random_below(d, 60),
+        .frame_count = {4 + random_below(d, chance(d, 25) ? FRAMES_MAX - 4 : 40), tiers == 0 ? 0 : 2 + random_below(d, 60),
                         tiers == 1 ? 0 : 2 + random_below(d, 200)},
         .transfer_pages_max = 1 + random_below(d, 16),
         .policy = seed % 5 == 4 ? pagert_policy_lookahead() : pagert_policy_lru(),

@@ -506,6 +506,8 @@ static void open_pump(uint64_t *random_state, engine *memory, engine *flash, pag
         frames[PAGERT_FLASH] = 1 + random_below(random_state, FLASH_FRAMES_MAX);
         options->flash = open_engine(flash, random_state, 1);
         options->flash_depth = 1 + random_below(random_state, 16);
+        options->flash_read_bytes = random_below(random_state, 3) * 3 * options->config.page_bytes;
+        options->flash_write_bytes = random_below(random_state, 3) * 3 * options->config.page_bytes;
     }
     options->memory = open_engine(memory, random_state, 0);
     options->device_arena = aligned_alloc(PAGE_BYTES, (size_t)DEVICE_FRAMES_MAX * PAGE_BYTES);

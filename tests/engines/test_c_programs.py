@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C programs that put the engines under faults and load; `make sanitize` has them too."""
+"""The C programs that put parts under faults, load and comparison; `make sanitize` has them too."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ ROOT = Path(__file__).parents[2]
         ("flash_faults", "libflash", ["1", "5"]),
         ("copy_stress", "libcopy", ["1", "3"]),
         ("crc32c_ways", "libflash", []),
+        ("frame_runs", "libpager", ["1", "20"]),
     ],
 )
-def test_engine_survives(tmp_path, program, library, arguments):
+def test_program_passes(tmp_path, program, library, arguments):
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if shutil.which(compiler[0]) is None:
         pytest.skip(f"no C compiler: {compiler[0]}")

@@ -142,6 +142,8 @@ static int check_frames(const pagert_pager *pager, totals *sum)
         const device_frame *f = &pager->frames[frame];
         bool used = f->page != NONE || f->heir != NONE;
         CHECK(used == frame_set_contains(&pager->sets[PAGERT_DEVICE], frame));
+        bool vacating = f->page != NONE && f->heir == NONE && has(&pager->pages[f->page], PAGE_LEAVING);
+        CHECK((!used || vacating) == frame_runs_contains(&pager->runs, frame));
         sum->used[PAGERT_DEVICE] += used;
         if (f->page != NONE) {
             const page *p = &pager->pages[f->page];

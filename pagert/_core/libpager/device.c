@@ -4,18 +4,45 @@
  *
  * A frame is free (no page, no heir), owned (a page), promised (an heir that waits for the page to go), or
  * the empty target of a move (an heir only). Invariant: the frame set contains exactly the frames that have
- * a page or an heir; `vacating` counts frames whose page is leaving and that have no heir.
+ * a page or an heir; `vacating` counts frames whose page is leaving and that have no heir; these and the free ones
+ * are the available ones of `runs`.
  */
 #include "internal.h"
+
+/* The page of a frame that nobody has the promise of is leaving. */
+void device_offer(pagert_pager *pager, uint32_t frame)
+{
+    pager->vacating++;
+    frame_runs_set(&pager->runs, frame, true);
+}
+
+/* It no longer is, or somebody has the promise now. */
+void device_withdraw(pagert_pager *pager, uint32_t frame)
+{
+    pager->vacating--;
+    frame_runs_set(&pager->runs, frame, false);
+}
+
+static void use_frame(pagert_pager *pager, uint32_t frame)
+{
+    frame_set_add(&pager->sets[PAGERT_DEVICE], frame);
+    frame_runs_set(&pager->runs, frame, false);
+}
+
+static void free_frame(pagert_pager *pager, uint32_t frame)
+{
+    frame_set_remove(&pager->sets[PAGERT_DEVICE], frame);
+    frame_runs_set(&pager->runs, frame, true);
+}
 
 static void set_heir(pagert_pager *pager, uint32_t frame, uint32_t heir)
 {
     device_frame *f = &pager->frames[frame];
     PAGERT_ASSERT(f->heir == NONE);
     if (f->page == NONE)
-        frame_set_add(&pager->sets[PAGERT_DEVICE], frame);
+        use_frame(pager, frame);
     else if (has(&pager->pages[f->page], PAGE_LEAVING))
-        pager->vacating--;
+        device_withdraw(pager, frame);
     f->heir = heir;
 }
 
@@ -25,9 +52,9 @@ static void clear_heir(pagert_pager *pager, uint32_t frame)
     PAGERT_ASSERT(f->heir != NONE);
     f->heir = NONE;
     if (f->page == NONE)
-        frame_set_remove(&pager->sets[PAGERT_DEVICE], frame);
+        free_frame(pager, frame);
     else if (has(&pager->pages[f->page], PAGE_LEAVING))
-        pager->vacating++;
+        device_offer(pager, frame);
 }
 
 /* The page of `frame` is gone: the heir's turn. */
@@ -37,7 +64,7 @@ static void hand_over(pagert_pager *pager, uint32_t frame)
     uint32_t heir = f->heir;
     f->page = NONE;
     if (heir == NONE) {
-        frame_set_remove(&pager->sets[PAGERT_DEVICE], frame);
+        free_frame(pager, frame);
         return;
     }
     if (!has(&pager->pages[heir], PAGE_MOVING)) { /* a page in a move takes over when its bytes are there */
@@ -77,7 +104,7 @@ void device_forget(pagert_pager *pager, uint32_t index)
         pager->held_frames--;
     if (pager->frames[frame].page == index) {
         if (has(p, PAGE_LEAVING) && pager->frames[frame].heir == NONE)
-            pager->vacating--;
+            device_withdraw(pager, frame);
         clear_flag(p, PAGE_LEAVING | PAGE_CLEANING | PAGE_OVERWRITE);
         page_relist(pager, index);
         hand_over(pager, frame);

@@ -63,7 +63,8 @@ void fail_writeback(pagert_pager *pager, uint32_t index, const pagert_failure *f
     else if (has(p, PAGE_CLEANING)) /* somebody asked for this writeback by name */
         pager->flush_failed = (failed_writeback){.page = index, .full = full, .failure = *failure};
     bool leaving = has(p, PAGE_LEAVING);
-    pager->vacating -= leaving && pager->frames[frame].heir == NONE;
+    if (leaving && pager->frames[frame].heir == NONE)
+        device_withdraw(pager, frame);
     clear_flag(p, PAGE_LEAVING | PAGE_CLEANING);
     page_relist(pager, index);
     if (leaving)

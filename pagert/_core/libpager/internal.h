@@ -116,6 +116,17 @@ typedef struct frame_set {
     uint32_t cursor; /* where the search for a free frame goes on, so that neighbours come in order */
 } frame_set;
 
+/* The available device frames, those free or being vacated: a bit each, and a tree over the words that knows the
+ * longest run. */
+typedef struct run_node {
+    uint32_t prefix, suffix, longest; /* available frames in a row: at either end, and at most */
+} run_node;
+typedef struct frame_runs {
+    uint64_t *words, *stale;
+    run_node *nodes;
+    uint32_t frame_count, leaf_count;
+} frame_runs;
+
 /* A writeback that failed, to be told to whoever asked for it. */
 typedef struct failed_writeback {
     uint32_t page; /* that is still dirty, or NONE */
@@ -140,6 +151,7 @@ struct pagert_pager {
     page *pages;           /* config.page_count of them */
     device_frame *frames;  /* frame_count[PAGERT_DEVICE] of them */
     frame_set sets[PAGERT_TIER_COUNT];
+    frame_runs runs;
     page_list queues[QUEUE_COUNT];
     page_list host_lists[HOST_LISTS];
     uint32_t host_leaving;     /* pages with PAGE_LEAVING_HOST */
@@ -217,6 +229,14 @@ void frame_set_remove(frame_set *set, uint32_t frame);
 uint32_t frame_set_take(frame_set *set); /* a free frame, next in order; NONE if there is none */
 static inline uint32_t frame_set_free_count(const frame_set *set) { return set->frame_count - set->used_count; }
 
+/* frame_runs.c */
+uint64_t frame_runs_bytes(uint32_t frame_count);
+void frame_runs_init(frame_runs *runs, uint32_t frame_count, void *memory); /* all are available */
+bool frame_runs_contains(const frame_runs *runs, uint32_t frame);
+void frame_runs_set(frame_runs *runs, uint32_t frame, bool available);
+uint32_t frame_runs_find(frame_runs *runs, uint32_t count);           /* the first run, or NONE */
+uint32_t frame_runs_next(const frame_runs *runs, uint32_t from); /* the first at or after, or NONE */
+
 /* extents.c */
 void extents_init(pagert_pager *pager);
 uint32_t extents_take(pagert_pager *pager, uint32_t page_count); /* first page, or NONE */
@@ -241,6 +261,8 @@ void device_forget(pagert_pager *pager, uint32_t index);
 void device_start_move(pagert_pager *pager, uint32_t index, uint32_t target_frame);
 void device_finish_move(pagert_pager *pager, uint32_t index);
 void device_cancel_move(pagert_pager *pager, uint32_t index);
+void device_offer(pagert_pager *pager, uint32_t frame);
+void device_withdraw(pagert_pager *pager, uint32_t frame);
 static inline bool device_owns(const pagert_pager *pager, uint32_t index)
 {
     return pager->frames[pager->pages[index].frame[PAGERT_DEVICE]].page == index;

@@ -168,7 +168,7 @@ void page_start_leaving(pagert_pager *pager, uint32_t index)
     PAGERT_ASSERT(!has(p, PAGE_LEAVING | PAGE_MOVING));
     PAGERT_ASSERT(pager->frames[p->frame[PAGERT_DEVICE]].heir == NONE);
     set_flag(p, PAGE_LEAVING);
-    pager->vacating++;
+    device_offer(pager, p->frame[PAGERT_DEVICE]);
     page_relist(pager, index);
     if (is_clean(p)) { /* also while its host copy goes to flash: that needs nothing from here */
         pager->counters.evictions++;
@@ -187,7 +187,7 @@ bool page_stay(pagert_pager *pager, uint32_t index)
     if (pager->frames[p->frame[PAGERT_DEVICE]].heir != NONE)
         return false;
     clear_flag(p, PAGE_LEAVING);
-    pager->vacating--;
+    device_withdraw(pager, p->frame[PAGERT_DEVICE]);
     page_cancel_queued(pager, index); /* in flight it goes on, and leaves the page clean */
     page_relist(pager, index);
     return true;

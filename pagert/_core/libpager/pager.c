@@ -10,7 +10,7 @@
 static uint64_t align_up(uint64_t bytes) { return (bytes + ALIGNMENT - 1) & ~(uint64_t)(ALIGNMENT - 1); }
 
 typedef struct layout {
-    uint64_t pages, frames, words[PAGERT_TIER_COUNT], policy, total;
+    uint64_t pages, frames, words[PAGERT_TIER_COUNT], runs, policy, total;
 } layout;
 
 static layout lay_out(const pagert_config *config)
@@ -25,6 +25,8 @@ static layout lay_out(const pagert_config *config)
         at.words[tier] = end;
         end = align_up(end + sizeof(uint64_t) * frame_set_words(config->frame_count[tier]));
     }
+    at.runs = end;
+    end = align_up(end + frame_runs_bytes(config->frame_count[PAGERT_DEVICE]));
     at.policy = end;
     at.total = align_up(end + config->policy->state_bytes(config));
     return at;
@@ -65,6 +67,7 @@ int pagert_init(const pagert_config *config, void *memory, uint64_t memory_bytes
     for (uint32_t tier = 0; tier < PAGERT_TIER_COUNT; tier++)
         frame_set_init(&pager->sets[tier], config->frame_count[tier],
                        (uint64_t *)(void *)(base + at.words[tier]));
+    frame_runs_init(&pager->runs, config->frame_count[PAGERT_DEVICE], base + at.runs);
     for (uint32_t queue = 0; queue < QUEUE_COUNT; queue++)
         list_init(&pager->queues[queue]);
     for (uint32_t list = 0; list < HOST_LISTS; list++)

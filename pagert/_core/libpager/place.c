@@ -127,32 +127,97 @@ static run_cost cost_of_run(const pagert_pager *pager, span s, uint32_t base, ui
     return cost;
 }
 
-/* The cheapest run that has no page of the span in it: one pass over the device frames. */
-static uint32_t cheapest_run(const pagert_pager *pager, span s, bool *busy)
+/* A run that nobody else may have now. */
+typedef struct closed_run {
+    uint32_t first, end;
+} closed_run;
+
+static bool is_closed(const pagert_pager *pager, span s, uint32_t frame)
 {
-    uint32_t frame_count = pager->config.frame_count[PAGERT_DEVICE];
-    if (s.count == 1) {
-        uint32_t cursor = pager->sets[PAGERT_DEVICE].cursor;
-        uint32_t frame = frame_set_next_free(&pager->sets[PAGERT_DEVICE], cursor);
-        if (frame == NONE)
-            frame = frame_set_next_free(&pager->sets[PAGERT_DEVICE], 0);
-        if (frame == NONE && frame_class(pager, pager->last_vacated) == FRAME_VACATING)
-            frame = pager->last_vacated; /* the victim's own, most likely: no pass over all frames */
-        if (frame != NONE)
-            return frame;
+    int class = frame_class(pager, frame);
+    return class == FRAME_BUSY || class == FRAME_HELD ||
+           (class == FRAME_MOVABLE && in_span(s, pager->frames[frame].page));
+}
+
+/* The first run of `count` within [first, end) with the most available frames, if it has more than `most`. Such a
+ * run begins the range or ends with an available frame: else the one before it would be as good. */
+static void fullest_run(const frame_runs *runs, uint32_t count, closed_run range, int64_t *most, uint32_t *base)
+{
+    if (range.end - range.first < count)
+        return;
+    uint32_t frame = frame_runs_next(runs, range.first), oldest = frame;
+    int64_t available = 0;
+    for (; frame != NONE && frame - range.first < count; frame = frame_runs_next(runs, frame + 1))
+        available++;
+    if (available > *most) {
+        *most = available;
+        *base = range.first;
     }
+    for (; frame != NONE && frame < range.end; frame = frame_runs_next(runs, frame + 1)) {
+        available++;
+        for (; frame - oldest >= count; oldest = frame_runs_next(runs, oldest + 1))
+            available--;
+        if (available > *most) {
+            *most = available;
+            *base = frame - count + 1;
+        }
+    }
+}
+
+/* Put the closed run around `frame` among the others, which are in order. Not more of it than matters to few runs. */
+static void insert_closed(const pagert_pager *pager, span s, uint32_t frame, closed_run *closed, uint32_t count)
+{
+    uint32_t place = count, reach = 2 * s.count;
+    for (; place > 0 && closed[place - 1].first > frame; place--)
+        closed[place] = closed[place - 1];
+    closed_run run = {frame, frame + 1};
+    uint32_t lowest = place > 0 ? closed[place - 1].end : 0;
+    uint32_t highest = place < count ? closed[place + 1].first : pager->config.frame_count[PAGERT_DEVICE];
+    while (run.first > lowest && frame - run.first < reach && is_closed(pager, s, run.first - 1))
+        run.first--;
+    while (run.end < highest && run.end - frame < reach && is_closed(pager, s, run.end))
+        run.end++;
+    closed[place] = run;
+}
+
+enum { CLOSED_MAX = 32 };
+
+/* The cheapest run: guess the one with the most available frames, and where it turns out to be closed, look again
+ * beside that. NONE: too many of them are closed. */
+static uint32_t guess_run(const pagert_pager *pager, span s)
+{
+    closed_run closed[CLOSED_MAX];
+    for (uint32_t count = 0; count < CLOSED_MAX; count++) {
+        uint32_t base = NONE, from = 0, blocked = NONE;
+        int64_t most = -1;
+        for (uint32_t k = 0; k < count; from = closed[k++].end)
+            fullest_run(&pager->runs, s.count, (closed_run){from, closed[k].first}, &most, &base);
+        fullest_run(&pager->runs, s.count, (closed_run){from, pager->config.frame_count[PAGERT_DEVICE]}, &most,
+                    &base);
+        if (base == NONE)
+            return NONE;
+        for (uint32_t i = 0; i < s.count && blocked == NONE; i++)
+            if (is_closed(pager, s, base + i))
+                blocked = base + i;
+        if (blocked == NONE)
+            return base;
+        insert_closed(pager, s, blocked, closed, count);
+    }
+    return NONE;
+}
+
+/* The same by one pass over all device frames; `busy` where a transfer in flight is in the way. */
+static uint32_t scan_runs(const pagert_pager *pager, span s, bool *busy)
+{
     uint32_t best = NONE, best_moves = UINT32_MAX, moves = 0, usable_from = 0;
-    for (uint32_t frame = 0; frame < frame_count; frame++) {
-        int class = frame_class(pager, frame);
-        if (class == FRAME_MOVABLE && in_span(s, pager->frames[frame].page))
-            class = FRAME_HELD;
-        if (class == FRAME_BUSY || class == FRAME_HELD) {
-            *busy |= class == FRAME_BUSY;
+    for (uint32_t frame = 0; frame < pager->config.frame_count[PAGERT_DEVICE]; frame++) {
+        if (is_closed(pager, s, frame)) {
+            *busy |= frame_class(pager, frame) == FRAME_BUSY;
             usable_from = frame + 1;
             moves = 0;
             continue;
         }
-        moves += class == FRAME_MOVABLE;
+        moves += frame_class(pager, frame) == FRAME_MOVABLE;
         if (frame + 1 - usable_from > s.count) { /* the run slides: its first frame drops out */
             moves -= frame_class(pager, frame - s.count) == FRAME_MOVABLE;
             usable_from++;
@@ -160,15 +225,36 @@ static uint32_t cheapest_run(const pagert_pager *pager, span s, bool *busy)
         if (frame + 1 - usable_from == s.count && moves < best_moves) {
             best = usable_from;
             best_moves = moves;
-            if (moves == 0)
-                break;
         }
     }
     return best;
 }
 
+/* The cheapest run that has no page of the span in it; of equals the first. */
+static uint32_t cheapest_run(pagert_pager *pager, span s, bool *busy)
+{
+    uint32_t frame = NONE;
+    if (s.count == 1) {
+        uint32_t cursor = pager->sets[PAGERT_DEVICE].cursor;
+        frame = frame_set_next_free(&pager->sets[PAGERT_DEVICE], cursor);
+        if (frame == NONE)
+            frame = frame_set_next_free(&pager->sets[PAGERT_DEVICE], 0);
+        if (frame == NONE && frame_class(pager, pager->last_vacated) == FRAME_VACATING)
+            frame = pager->last_vacated; /* the victim's own, most likely */
+    }
+    if (frame == NONE)
+        frame = frame_runs_find(&pager->runs, s.count);
+    if (frame == NONE)
+        frame = guess_run(pager, s);
+#ifdef PAGERT_SLOW_CHECKS
+    bool ignored = false;
+    PAGERT_ASSERT(s.count == 1 || frame == NONE || frame == scan_runs(pager, s, &ignored));
+#endif
+    return frame != NONE ? frame : scan_runs(pager, s, busy);
+}
+
 /* Where the span should lie: around one of its pieces, or in the cheapest run elsewhere. */
-static int choose_base(const pagert_pager *pager, span s, uint32_t *base)
+static int choose_base(pagert_pager *pager, span s, uint32_t *base)
 {
     uint32_t frame_count = pager->config.frame_count[PAGERT_DEVICE];
     uint32_t resident = 0, forced = NONE, previous = NONE;
@@ -227,10 +313,8 @@ static uint32_t frame_outside(const pagert_pager *pager, uint32_t base, uint32_t
     }
     if (frame != NONE)
         return frame;
-    for (frame = 0; frame < set->frame_count; frame++)
-        if (frame - base >= count && frame_class(pager, frame) == FRAME_VACATING)
-            return frame;
-    return NONE;
+    frame = frame_runs_next(&pager->runs, 0); /* none is free: one that is being vacated */
+    return frame - base < count ? frame_runs_next(&pager->runs, base + count) : frame;
 }
 
 /* Give the access's span a window. PLACE_BUSY: try again when a transfer has completed. PLACE_BLOCKED:

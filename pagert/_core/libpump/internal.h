@@ -26,10 +26,16 @@ enum { LOOK_AHEAD_BACKLOG = 64 }; /* pages that may wait for their fetch to star
 
 enum { LANE_MEMORY, LANE_FLASH, LANE_COUNT };
 
+/* Bytes in flight are counted by where they go: away from the device, or to it and within it. */
+enum { INWARDS, OUTWARDS, DIRECTIONS };
+#define OUTWARD_LINKS (1u << PAGERT_DEVICE_TO_HOST | 1u << PAGERT_DEVICE_TO_FLASH | 1u << PAGERT_HOST_TO_FLASH)
+static inline uint32_t direction_of(uint32_t link) { return OUTWARD_LINKS >> link & 1 ? OUTWARDS : INWARDS; }
+
 /* One engine, the tickets that limit what it gets, and those it refused for now. */
 typedef struct lane {
     pagert_engine engine;
     uint32_t link_mask;
+    uint64_t bytes[DIRECTIONS], bytes_max[DIRECTIONS]; /* in flight; no more are taken from `bytes_max` on */
     ticket *free;
     ticket *unsent, **unsent_end; /* the driver's */
     bool refused;                 /* the driver's: the engine took or gave nothing; ask again soon */
@@ -60,6 +66,8 @@ struct pagert_pump {
     pthread_t thread;
     uint64_t stall_ns;
     _Atomic uint64_t changes; /* counts what `changed` tells */
+    uint64_t ended_pages;     /* of transfers that came back, failed or not */
+    uint64_t failures;        /* transfers that failed */
     pagert_transfer failed;   /* the last that failed, with its result; page_count 0: none did */
     int32_t failed_result;
     uint64_t failed_offset;

@@ -105,10 +105,12 @@ static void lock_core(pagert_pump *pump)
 static void unlock_core(pagert_pump *pump) { pthread_mutex_unlock(&pump->lock); }
 
 static void open_lane(pagert_pump *pump, uint32_t index, const pagert_engine *engine, uint32_t mask,
-                      ticket *tickets, uint32_t depth)
+                      ticket *tickets, uint32_t depth, const uint64_t bytes_max[DIRECTIONS])
 {
     lane *l = &pump->lanes[index];
     *l = (lane){.engine = *engine, .link_mask = mask};
+    for (uint32_t i = 0; i < DIRECTIONS; i++)
+        l->bytes_max[i] = bytes_max[i] > 0 ? bytes_max[i] : UINT64_MAX;
     l->unsent_end = &l->unsent;
     for (uint32_t i = 0; i < depth; i++) {
         tickets[i].lane = index;
@@ -166,10 +168,12 @@ int pagert_pump_open(const pagert_pump_options *options, pagert_pump **pump_out)
     pump->wake_fd = pagert_event_open();
     int code = pump->wake_fd < 0 ? pump->wake_fd : pump->tickets == NULL ? -ENOMEM : open_core(pump);
     if (code == 0) {
+        static const uint64_t no_limit[DIRECTIONS];
+        const uint64_t flash_max[DIRECTIONS] = {options->flash_read_bytes, options->flash_write_bytes};
         open_lane(pump, LANE_MEMORY, &options->memory, MEMORY_LINKS, pump->tickets,
-                  options->memory_depth);
+                  options->memory_depth, no_limit);
         open_lane(pump, LANE_FLASH, &options->flash, FLASH_LINKS, pump->tickets + options->memory_depth,
-                  flash_depth);
+                  flash_depth, flash_max);
         code = pagert_worker_start(&pump->thread, pump_run, pump, "pagert-pump");
     }
     if (code < 0) {
@@ -342,7 +346,20 @@ int pagert_pump_prefetch(pagert_pump *pump, pagert_region region, uint64_t offse
     return code < 0 ? code : 0;
 }
 
-/* Ask again after each change until nothing remains. 1: done. 0: the time is over. */
+/* Wait until asking again may tell something new. To ask walks all pages that were asked for: that is worth it once
+ * half of what remained may be done, when nothing more will come, and after a failure. False: the time is over. */
+static bool wait_for_half(pagert_pump *pump, const void *me, uint64_t remaining, uint64_t deadline_ns)
+{
+    uint64_t ended_pages = pump->ended_pages, failures = pump->failures;
+    bool in_time = true;
+    do
+        in_time = pump_step(pump, me, deadline_ns);
+    while (in_time && failures == pump->failures && 2 * (pump->ended_pages - ended_pages) < remaining &&
+           !pagert_is_idle(pump->core));
+    return in_time;
+}
+
+/* Ask again until nothing remains. 1: done. 0: the time is over. */
 typedef int64_t attempt(pagert_pump *pump, const void *what, pagert_failure *failure);
 
 static int repeat(pagert_pump *pump, attempt *try, const void *what, int again, uint64_t timeout_ns,
@@ -357,7 +374,7 @@ static int repeat(pagert_pump *pump, attempt *try, const void *what, int again, 
     do {
         remaining = try(pump, what, failure);
         pump->kicked = true;
-    } while (remaining > 0 && pump_step(pump, &me, deadline_ns));
+    } while (remaining > 0 && wait_for_half(pump, &me, (uint64_t)remaining, deadline_ns));
     pump_leave(pump, &me);
     unlock_core(pump);
     return remaining < 0 ? (int)remaining : remaining == 0;

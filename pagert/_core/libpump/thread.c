@@ -64,6 +64,17 @@ static void describe(const pagert_pump *pump, const pagert_transfer *t, pagert_r
     }
 }
 
+/* The links of a lane on which one more transfer may start. */
+static uint32_t open_links(const lane *l)
+{
+    uint32_t links = l->link_mask;
+    if (l->bytes[INWARDS] >= l->bytes_max[INWARDS])
+        links &= OUTWARD_LINKS;
+    if (l->bytes[OUTWARDS] >= l->bytes_max[OUTWARDS])
+        links &= ~OUTWARD_LINKS;
+    return links;
+}
+
 /* With the lock held: tickets for what may start now. */
 static void take_transfers(pagert_pump *pump)
 {
@@ -72,11 +83,12 @@ static void take_transfers(pagert_pump *pump)
         lane *l = &pump->lanes[index];
         while (l->free != NULL) {
             ticket *t = l->free;
-            if (!pagert_next_transfer(pump->core, l->link_mask, &t->transfer))
+            if (!pagert_next_transfer(pump->core, open_links(l), &t->transfer))
                 break;
             l->free = t->next;
             describe(pump, &t->transfer, &t->request);
             t->request.tag = t;
+            l->bytes[direction_of(t->transfer.link)] += t->request.size_bytes;
             t->start_ns = pump_now_ns();
             t->next = NULL;
             *l->unsent_end = t;
@@ -93,7 +105,9 @@ static void take_transfers(pagert_pump *pump)
 static void finish(pagert_pump *pump, ticket *t)
 {
     int32_t result = t->request.result;
+    pump->ended_pages += t->transfer.page_count;
     if (result < 0) {
+        pump->failures++;
         pump->failed = t->transfer;
         pump->failed_result = result;
         pump->failed_offset = t->request.failed_offset;
@@ -102,6 +116,7 @@ static void finish(pagert_pump *pump, ticket *t)
     *(t->older != NULL ? &t->older->younger : &pump->oldest) = t->younger;
     *(t->younger != NULL ? &t->younger->older : &pump->youngest) = t->older;
     lane *l = &pump->lanes[t->lane];
+    l->bytes[direction_of(t->transfer.link)] -= t->request.size_bytes;
     t->next = l->free;
     l->free = t;
 }
