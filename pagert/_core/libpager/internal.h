@@ -203,6 +203,7 @@ struct pagert_policy {
     void (*host_insert)(pagert_pager *pager, uint32_t index);
     void (*host_remove)(pagert_pager *pager, uint32_t index);
     uint32_t (*host_victim)(pagert_pager *pager);
+    uint32_t (*leaver)(pagert_pager *pager);   /* a clean page that is best evicted now, or NONE */
     uint32_t (*writable)(pagert_pager *pager); /* a dirty page that is best written now, or NONE */
 };
 

@@ -542,8 +542,11 @@ static uint32_t write_ahead(pagert_pager *pager)
 
 uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max)
 {
+    uint32_t index;
     if (pager->policy->upcoming == NULL)
         return 0;
+    while ((index = pager->policy->leaver(pager)) != NONE)
+        page_start_leaving(pager, index);
     uint32_t started = fetch_ahead(pager, backlog_max);
     return started + write_ahead(pager);
 }

@@ -106,10 +106,19 @@ static const use *next_use(const pagert_pager *pager, uint32_t index)
     return state->found.event != NULL ? &state->found : NULL;
 }
 
-/* Whether the plan has the page leave before its next use. */
-static bool goes(const event *e, uint32_t offset)
+/* Whether what happens then has been fetched ahead or found resident; or is what is fetched now. */
+static bool is_fetched_ahead(const lookahead *state, uint32_t time)
 {
-    return e->keep < KEEP_ALL && (e->kind == EVENT_RELEASE ? offset : offset - e->offset) >= e->keep;
+    const history *past = &state->past;
+    return state->ahead_epoch == past->epoch && state->ahead > past->cursor &&
+           time <= past->now - 1 + (state->ahead - past->cursor);
+}
+
+/* Whether the plan has the page leave before its next use. */
+static bool goes(const lookahead *state, const use *next, uint32_t offset)
+{
+    const event *e = next->event;
+    return !is_fetched_ahead(state, next->time) && e->keep < KEEP_ALL && (e->kind == EVENT_RELEASE ? offset : offset - e->offset) >= e->keep;
 }
 
 /* Where the page belongs, and the time of its next use if that is known. */
@@ -124,7 +133,7 @@ static uint32_t appraise(const pagert_pager *pager, uint32_t index, uint32_t *ti
     bool read_next = next->event->kind == EVENT_READ || next->event->kind == EVENT_UPDATE;
     if (clean && (!read_next || has(p, PAGE_ZERO)))
         return GOES_FREE;
-    if (goes(next->event, index - p->region))
+    if (goes(state_of(pager), next, index - p->region))
         return clean ? GOES_CLEAN : GOES_DIRTY;
     return clean || !read_next ? STAYS_ONE : STAYS_TWO;
 }
@@ -329,6 +338,33 @@ static uint32_t victim(pagert_pager *pager, bool clean_only)
     return index != NONE ? index : shadow_victim(pager, clean_only);
 }
 
+static uint32_t ahead_pages_max(const pagert_pager *pager)
+{
+    return 1 + pager->config.frame_count[PAGERT_DEVICE] / AHEAD_SHARE;
+}
+
+/* A page that goes without a transfer, and is planned to, may go at once: what comes next then finds free frames
+ * in one run, where it would find pages of others in between. */
+static uint32_t leaver(pagert_pager *pager)
+{
+    lookahead *state = state_of(pager);
+    if (!is_planned(state) || !history_is_sure(&state->past))
+        return NONE;
+    for (uint32_t standing = GOES_FREE; standing <= GOES_CLEAN; standing++) {
+        const heap *h = &state->heaps[standing];
+        for (uint32_t checks = 0; checks < RECHECKS_MAX && h->count > 0; checks++) {
+            uint32_t index = h->items[0].page;
+            if (!reappraise(pager, index))
+                continue;
+            if (pager->pages[index].queue == QUEUE_NONE &&
+                shadow_affords(pager, shadow_price_of_leaving(pager, index)))
+                return index;
+            break;
+        }
+    }
+    return NONE;
+}
+
 /* A dirty page that is planned to go and stands in no queue: it can be written while the links are idle, and
  * its frame is there at once when it is asked for. Near the top they are nearly in order. */
 static uint32_t writable(pagert_pager *pager)
@@ -377,17 +413,13 @@ static void refresh(pagert_pager *pager)
         state->refreshed = frame_count;
 }
 
-static uint32_t ahead_pages_max(const pagert_pager *pager)
-{
-    return 1 + pager->config.frame_count[PAGERT_DEVICE] / AHEAD_SHARE;
-}
-
 static void go_on_planning(pagert_pager *pager, uint32_t accesses)
 {
     lookahead *state = state_of(pager);
     if (plan_is_due(&state->next, &state->past)) {
         uint32_t room = pager->config.frame_count[PAGERT_DEVICE];
-        uint32_t aside = state->fetches_ahead ? ahead_pages_max(pager) : 0;
+        /* What is fetched ahead is seldom all there at once: half of its frames do. */
+        uint32_t aside = state->fetches_ahead ? ahead_pages_max(pager) / 2 : 0;
         state->past.unplanned = 0;
         plan_begin(&state->next, &state->past, room > aside ? room - aside : 1);
     }
@@ -490,6 +522,7 @@ const pagert_policy *pagert_policy_lookahead(void)
         .reserved = reserved,
         .released = released,
         .upcoming = upcoming,
+        .leaver = leaver,
         .writable = writable,
         .host_insert = host_insert,
         .host_remove = host_remove,
