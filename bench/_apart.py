@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Contestant", "ContestantFailed", "MemoryLimit", "drop_cached", "limit_memory", "serve",
-           "thread_seconds"]  # fmt: skip
+__all__ = ["Contestant", "ContestantFailed", "MemoryLimit", "drop_cached", "forget_peak", "limit_memory", "serve",
+           "storage_bytes", "thread_seconds"]  # fmt: skip
 
 _FLAG = "--as-contestant"
 
@@ -133,6 +133,21 @@ def thread_seconds() -> dict[str, float]:
     return used
 
 
+def storage_bytes() -> tuple[int, int]:
+    """What this process made the storage read and write so far."""
+    counts = {}
+    for line in Path("/proc/self/io").read_text().splitlines():
+        name, _, value = line.partition(":")
+        counts[name] = int(value)
+    return counts["read_bytes"], counts["write_bytes"]
+
+
+def forget_peak() -> None:
+    """Let the process's peak of memory begin anew."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 class Contestant:
     """One process, from this side.
 
@@ -207,7 +222,9 @@ class Contestant:
 
 
 # Prepare under these settings; give facts to tell, and the function that answers a question.
-Prepare = Callable[[dict[str, Any]], "contextlib.AbstractContextManager[tuple[dict[str, Any], Answer]]"]
+Prepare = Callable[
+    [dict[str, Any]], "contextlib.AbstractContextManager[tuple[dict[str, Any], Answer]]"
+]
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 

@@ -41,6 +41,7 @@ from _apart import (
     drop_cached,
     limit_memory,
     serve,
+    storage_bytes,
     thread_seconds,
 )
 from _machine import machine_facts, spread
@@ -138,14 +139,14 @@ def answer_with(model: Any, settings: dict[str, Any], pager: Any = None) -> Answ
             drop_cached(Path(path))
         if pager is not None:
             pager.reset_stats()
-        threads, read = thread_seconds(), storage_read_bytes()
+        threads, read = thread_seconds(), storage_bytes()[0]
         begin = time.perf_counter()
         with torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False).logits
         seconds = time.perf_counter() - begin
         found = {
             "seconds": seconds,
-            "read_bytes": storage_read_bytes() - read,
+            "read_bytes": storage_bytes()[0] - read,
             "processor": {
                 name: used - threads.get(name, 0.0) for name, used in thread_seconds().items()
             },
@@ -159,14 +160,6 @@ def answer_with(model: Any, settings: dict[str, Any], pager: Any = None) -> Answ
         return found
 
     return answer
-
-
-def storage_read_bytes() -> int:
-    """What this process made the storage read so far."""
-    for line in Path("/proc/self/io").read_text().splitlines():
-        if line.startswith("read_bytes:"):
-            return int(line.split()[1])
-    return 0
 
 
 def facts(**more: Any) -> dict[str, Any]:
@@ -232,7 +225,10 @@ def mapped(settings: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Answer]]:
     model = build(settings["sizes"])
     weights = Path(settings["weights"])
     fill(model, Mapped(weights), torch.device("cpu"), None)
-    made = facts(how="safetensors.torch.load_file, which maps the file", files=[str(weights / "model.safetensors")])
+    made = facts(
+        how="safetensors.torch.load_file, which maps the file",
+        files=[str(weights / "model.safetensors")],
+    )
     yield made, answer_with(model, settings)
 
 
@@ -285,7 +281,9 @@ def start(settings: dict[str, Any], sizes: Sizes) -> tuple[list[Contestant], dic
     return present, absent
 
 
-def run_rounds(contestants: list[Contestant], passes: int, seed: int) -> dict[str, list[dict[str, Any]]]:
+def run_rounds(
+    contestants: list[Contestant], passes: int, seed: int
+) -> dict[str, list[dict[str, Any]]]:
     """Take turns, in another order each round. The warm-up is left out."""
     order = random.Random(seed)
     taken: dict[str, list[dict[str, Any]]] = {contestant.name: [] for contestant in contestants}
@@ -303,7 +301,10 @@ def run_rounds(contestants: list[Contestant], passes: int, seed: int) -> dict[st
 
 
 def report(
-    contestants: list[Contestant], taken: dict[str, list[dict[str, Any]]], weights_bytes: int, sizes: Sizes
+    contestants: list[Contestant],
+    taken: dict[str, list[dict[str, Any]]],
+    weights_bytes: int,
+    sizes: Sizes,
 ) -> dict[str, Any]:
     """Print the tables; the figures."""
     rows: dict[str, Any] = {}
@@ -314,7 +315,9 @@ def report(
         found = taken[contestant.name]
         row: dict[str, Any] = {"seconds": spread([one["seconds"] for one in found])}
         row["read_bytes"] = statistics.median(one["read_bytes"] for one in found)
-        row["processor_seconds"] = statistics.median(sum(one["processor"].values()) for one in found)
+        row["processor_seconds"] = statistics.median(
+            sum(one["processor"].values()) for one in found
+        )
         if paged_seconds:
             row["of_paged"] = statistics.median(
                 one["seconds"] / paged for one, paged in zip(found, paged_seconds, strict=True)
@@ -333,11 +336,15 @@ def report(
         show_paged(rows["paged"], taken["paged"], weights_bytes, sizes)
         for name, wanted in FASTER_WANTED.items():
             if name in rows:
-                print(f"paged is {rows[name]['of_paged']:.2f} times as fast as {name} (wanted: {wanted})")
+                print(
+                    f"paged is {rows[name]['of_paged']:.2f} times as fast as {name} (wanted: {wanted})"
+                )
     return rows
 
 
-def show_paged(row: dict[str, Any], passes: list[dict[str, Any]], weights_bytes: int, sizes: Sizes) -> None:
+def show_paged(
+    row: dict[str, Any], passes: list[dict[str, Any]], weights_bytes: int, sizes: Sizes
+) -> None:
     """Print what was moved in each pass, and how that stands to what had to be."""
     print(f"\n{'paged, a pass':<15}{'seconds':>8}{'stall s':>9}{'faults':>8}{'prefetched':>12}{'read GB':>9}"
           f"{'written GB':>12}{'moved GB':>10}  processor s of threads")  # fmt: skip

@@ -23,140 +23,22 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _apart import Answer, Contestant, ContestantFailed, serve, thread_seconds
+from _apart import Answer, Contestant, ContestantFailed, serve
 from _machine import HugeMemory, machine_facts
+from _steps import FULL, SMOKE, Job, contest
 
 MIB = 1 << 20
 WANTED = 1.10  # of the larger of the two bounds
 JOINED_BYTES = 4 * MIB  # a request of the baseline
 LOOP_THREADS = 4
 WARM_UP = 3  # steps in which the pager learns
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training job, and the budgets of its paged run."""
-
-    name: str
-    device_bytes: int
-    flash_bytes: int
-    page_bytes: int | None = None
-    vocabulary: int = 0
-    width: int = 0
-    layers: int = 0
-    batch: int = 2
-    seq: int = 128
-
-
-FULL = [
-    Job("smollm2", 512 * MIB, 4096 * MIB),
-    Job("made", 384 * MIB, 4096 * MIB, vocabulary=16000, width=768, layers=12, batch=4),
-]
-SMOKE = [
-    Job("made", 4 * MIB, 64 * MIB, page_bytes=4096, vocabulary=500, width=128, layers=3, seq=32),
-]
-
-
-def smollm2(job: Job, pager: Any) -> tuple[Any, Any, Callable[[], Any]]:
-    """Load the model of `make demo`; its optimizer and its batches."""
-    import torch
-
-    from pagert.finetune.model import build_empty, fill
-    from pagert.finetune.source import open_source
-    from pagert.finetune.text import Windows, tokenise
-    from pagert.finetune.training import make_optimizer
-
-    source = open_source("smollm2")
-    config = source.config()
-    tokens = tokenise(source.tokenizer(), "kjv", 16 * MIB, config.vocab_size)
-    windows = Windows(tokens, batch=job.batch, seq=job.seq, seed=0)
-    model = build_empty(config)
-    fill(model, source, torch.device("cpu"), pager)
-    source.close()
-    if pager is not None:
-        pager.page_(model)
-    return model, make_optimizer("adamw", model, 2e-5), windows.next_batch
-
-
-def made(job: Job, pager: Any) -> tuple[Any, Any, Callable[[], Any]]:
-    """Build a transformer with random weights; its optimizer and its batches."""
-    import torch
-    from _training import LanguageModel
-
-    class Named(LanguageModel):
-        """Called as the models of transformers are."""
-
-        def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> Any:
-            return argparse.Namespace(logits=super().forward(input_ids))
-
-    from pagert.finetune.training import make_optimizer
-
-    model = Named(job.vocabulary, job.width, job.layers)
-    if pager is not None:
-        pager.page_(model)
-    generator = torch.Generator().manual_seed(2)
-
-    def next_batch() -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (job.batch, job.seq + 1)
-        tokens = torch.randint(job.vocabulary, shape, generator=generator)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    return model, make_optimizer("adamw", model, 2e-5), next_batch
-
-
-@contextlib.contextmanager
-def contest(settings: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Answer]]:
-    """Train, one step for each question, with a pager or without."""
-    import torch
-
-    import pagert
-    from pagert.finetune import memory
-    from pagert.finetune.training import repeatable, train
-
-    job = Job(**settings["job"])
-    memory.keep_heap_small()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(repeatable(0))
-        pager = None
-        if settings["paged"]:
-            pager = stack.enter_context(
-                pagert.Pager(
-                    device="cpu", device_bytes=job.device_bytes, flash_path=settings["folder"],
-                    flash_bytes=job.flash_bytes, page_bytes=job.page_bytes, policy=settings["policy"],
-                )
-            )  # fmt: skip
-        torch.manual_seed(0)
-        model, optimizer, next_batch = (smollm2 if job.name == "smollm2" else made)(job, pager)
-        state_bytes = 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        memory.return_free_memory()
-        steps = train(
-            model, optimizer, next_batch, device=torch.device("cpu"), steps=1 << 30, accumulate=1
-        )
-
-        def answer(question: dict[str, Any]) -> dict[str, Any]:
-            before, threads = pager and pager.stats(), thread_seconds()
-            loss, seconds, _ = next(steps)
-            found = {"loss": loss.hex(), "seconds": seconds}
-            found["processor"] = {
-                name: used - threads.get(name, 0.0) for name, used in thread_seconds().items()
-            }
-            if pager is not None:
-                after = pager.stats()
-                names = ("flash_read_bytes", "flash_written_bytes", "stall_seconds", "faults", "hits", "prefetches",
-                         "evictions", "moved_bytes", "filled_bytes")  # fmt: skip
-                found |= {name: getattr(after, name) - getattr(before, name) for name in names}
-            return found
-
-        yield {"state_bytes": state_bytes, "threads": torch.get_num_threads(),
-               "page_bytes": pager.page_bytes if pager else None}, answer  # fmt: skip
-        del model, optimizer, steps
 
 
 @contextlib.contextmanager
@@ -182,9 +64,11 @@ def flash_alone(settings: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Answ
         done = dict.fromkeys(counts, 0)
         requests = []
         for _ in range(round(sum(counts.values()))):
-            kind = max(counts, key=lambda kind: counts[kind] - done[kind] * sum(counts.values()) / max(1, len(requests)))
+            kind = max(counts, key=lambda kind: counts[kind] / (done[kind] + 0.5))
             # The two walk half a file apart, so that no block is read and written at the same time.
-            offset, view = pieces[(done[kind] + (len(pieces) // 2 if kind == "write" else 0)) % len(pieces)]
+            offset, view = pieces[
+                (done[kind] + (len(pieces) // 2 if kind == "write" else 0)) % len(pieces)
+            ]
             done[kind] += 1
             requests.append((kind, view, offset))
         return requests
@@ -235,23 +119,36 @@ def measure(job: Job, settings: dict[str, Any], steps: int, seed: int) -> dict[s
         runs = {"paged": join("contest", paged=True), "unpaged": join("contest", paged=False)}
         file_bytes = min(1024 * MIB, job.flash_bytes // 2)
         page_bytes = runs["paged"].ready["page_bytes"]
-        flash = join("flash", file_bytes=file_bytes, memory_bytes=file_bytes // 4, page_bytes=page_bytes)
-        print(f"\n{job.name}: {runs['paged'].ready['state_bytes'] / 1e9:.2f} GB of training state, device budget "
-              f"{job.device_bytes / MIB:.0f} MiB, pages of {page_bytes >> 10} KiB, batch {job.batch} by {job.seq}, "
-              f"policy {settings['policy']}, {runs['paged'].ready['threads']} threads; flash alone: {flash.ready}")  # fmt: skip
-        print(f"{'step':>5}{'paged s':>9}{'unpaged':>9}{'flash alone':>13}{'ratio':>7}{'stall s':>9}{'faults':>8}"
-              f"{'prefetched':>12}{'read GB':>9}{'written GB':>12}{'moved GB':>10}{'filled GB':>11}  processor s")  # fmt: skip
+        flash = join(
+            "flash", file_bytes=file_bytes, memory_bytes=file_bytes // 4, page_bytes=page_bytes
+        )
+        ready = runs["paged"].ready
+        print(
+            f"\n{job.name}: {ready['state_bytes'] / 1e9:.2f} GB of training state, device budget "
+            f"{job.device_bytes / MIB:.0f} MiB, pages of {page_bytes >> 10} KiB, batch {job.batch} by {job.seq}, "
+            f"policy {settings['policy']}, {ready['threads']} threads; flash alone: {flash.ready}\n"
+            f"{'step':>5}{'paged s':>9}{'unpaged':>9}{'flash alone':>13}{'ratio':>7}{'stall s':>9}{'faults':>8}"
+            f"{'prefetched':>12}{'read GB':>9}{'written GB':>12}{'moved GB':>10}{'filled GB':>11}  processor s"
+        )
         for number in range(WARM_UP + steps):
             found = {name: runs[name].ask() for name in order.sample(list(runs), len(runs))}
             row = found["paged"]
             if row["loss"] != found["unpaged"]["loss"]:
-                raise SystemExit(f"step {number}: the losses differ: {row['loss']}, {found['unpaged']['loss']}")
-            alone = flash.ask(read_bytes=row["flash_read_bytes"], written_bytes=row["flash_written_bytes"])
+                raise SystemExit(
+                    f"step {number}: the losses differ: {row['loss']}, {found['unpaged']['loss']}"
+                )
+            alone = flash.ask(
+                read_bytes=row["flash_read_bytes"], written_bytes=row["flash_written_bytes"]
+            )
             row |= {"unpaged_seconds": found["unpaged"]["seconds"], "flash_alone": alone}
             row["unpaged_processor"] = found["unpaged"]["processor"]
             bound = max(row["unpaged_seconds"], min(alone.values()))
             row["ratio"] = row["seconds"] / bound
-            threads = ", ".join(f"{name} {used:.2f}" for name, used in sorted(row["processor"].items()) if used > 0.005)
+            threads = ", ".join(
+                f"{name} {used:.2f}"
+                for name, used in sorted(row["processor"].items())
+                if used > 0.005
+            )
             mark = "" if number >= WARM_UP else "  (warm-up)"
             print(f"{number:>5}{row['seconds']:>9.3f}{row['unpaged_seconds']:>9.3f}{min(alone.values()):>13.3f}"
                   f"{row['ratio']:>7.2f}{row['stall_seconds']:>9.3f}{row['faults']:>8}{row['prefetches']:>12}"
@@ -269,16 +166,22 @@ def summary(job: Job, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "paged_seconds": statistics.median(row["seconds"] for row in rows),
         "unpaged_seconds": statistics.median(row["unpaged_seconds"] for row in rows),
         "flash_seconds": statistics.median(min(row["flash_alone"].values()) for row in rows),
-        "bytes": statistics.median(row["flash_read_bytes"] + row["flash_written_bytes"] for row in rows),
+        "bytes": statistics.median(
+            row["flash_read_bytes"] + row["flash_written_bytes"] for row in rows
+        ),
     }
     bound = max(median["unpaged_seconds"], median["flash_seconds"])
     ratio = median["paged_seconds"] / bound
     least = min(row["seconds"] for row in rows) / max(
-        min(row["unpaged_seconds"] for row in rows), min(min(row["flash_alone"].values()) for row in rows)
+        min(row["unpaged_seconds"] for row in rows),
+        min(min(row["flash_alone"].values()) for row in rows),
     )
-    print(f"{job.name}: a step takes {median['paged_seconds']:.3f} s; unpaged {median['unpaged_seconds']:.3f} s; its "
-          f"{median['bytes'] / 1e9:.2f} GB at {median['bytes'] / median['flash_seconds'] / 1e9:.2f} GB/s "
-          f"{median['flash_seconds']:.3f} s: {ratio:.2f} of the larger (of the fastest steps: {least:.2f}; wanted: {WANTED})")  # fmt: skip
+    print(
+        f"{job.name}: a step takes {median['paged_seconds']:.3f} s; unpaged {median['unpaged_seconds']:.3f} s; "
+        f"its {median['bytes'] / 1e9:.2f} GB at {median['bytes'] / median['flash_seconds'] / 1e9:.2f} GB/s "
+        f"{median['flash_seconds']:.3f} s: {ratio:.2f} of the larger "
+        f"(of the fastest steps: {least:.2f}; wanted: {WANTED})"
+    )
     return {"median": median, "ratio": ratio, "ratio_of_fastest": least}
 
 
