@@ -58,7 +58,9 @@ void fail_writeback(pagert_pager *pager, uint32_t index, const pagert_failure *f
     for (uint32_t tier = PAGERT_HOST; tier < PAGERT_TIER_COUNT; tier++)
         if (p->copy[tier] == COPY_INCOMING)
             page_drop_lower(pager, index, tier);
-    if (has(p, PAGE_CLEANING)) /* somebody asked for this writeback by name */
+    if (has(p, PAGE_CLEANING) && !has(p, PAGE_LEAVING) && !pager->flushing)
+        pager->write_ahead_failed = true;
+    else if (has(p, PAGE_CLEANING)) /* somebody asked for this writeback by name */
         pager->flush_failed = (failed_writeback){.page = index, .full = full, .failure = *failure};
     bool leaving = has(p, PAGE_LEAVING);
     pager->vacating -= leaving && pager->frames[frame].heir == NONE;

@@ -46,11 +46,6 @@ static uint32_t mix(uint32_t hash, uint32_t value)
     return hash ^ (hash >> 15);
 }
 
-static bool is_kept(const history *past, uint32_t index)
-{
-    return index < past->now && past->now - index <= past->event_mask;
-}
-
 /* Roles of regions: linear probing, with the gap closed at removal. An entry is 1 + role. */
 
 static uint32_t home_of(const history *past, uint32_t first_page)
@@ -94,7 +89,7 @@ static uint32_t fresh_role(history *past)
         past->next_role = (past->next_role + 1) % past->role_count;
         role *r = &past->roles[candidate];
         bool used_before = candidate < past->roles_used;
-        if (!used_before || (r->first_page == NONE && !is_kept(past, r->last_event))) {
+        if (!used_before || (r->first_page == NONE && !history_keeps(past, r->last_event))) {
             if (!used_before)
                 past->roles_used = candidate + 1;
             *r = (role){NONE, NONE};
@@ -130,7 +125,7 @@ static uint32_t recall_place(history *past)
     uint32_t *entry = &past->recall[hash & past->recall_mask];
     uint32_t place = *entry - 1;
     *entry = newest + 1;
-    if (place == NONE || place < CONTEXT || place == newest || !is_kept(past, place - CONTEXT))
+    if (place == NONE || place < CONTEXT || place == newest || !history_keeps(past, place - CONTEXT))
         return NONE;
     for (uint32_t k = 0; k < CONTEXT; k++)
         if (!equal(history_event(past, place - k), history_event(past, newest - k)))
@@ -148,12 +143,22 @@ static uint32_t find_ahead(const history *past, const event *e)
     return 0;
 }
 
+/* The newest event repeats the one at the cursor: what was planned for that one holds for it. */
+static void match(history *past)
+{
+    event *newest = &past->events[(past->now - 1) & past->event_mask];
+    newest->match = past->cursor;
+    newest->keep = history_event(past, past->cursor)->keep;
+}
+
 static void jump(history *past, uint32_t place, uint32_t run)
 {
     past->cursor = place;
     past->run = run;
     past->misses = 0;
     past->epoch++;
+    if (place != NONE)
+        match(past);
 }
 
 /* The newest event is in the ring at now - 1; `reach` and the cursor are as before it. */
@@ -161,13 +166,14 @@ static void follow(history *past, const event *e)
 {
     uint32_t newest = past->now - 1;
     uint32_t place = recall_place(past);
-    if (past->cursor != NONE && !is_kept(past, past->cursor))
+    if (past->cursor != NONE && !history_keeps(past, past->cursor))
         past->cursor = NONE;
     if (past->cursor != NONE && past->cursor + 1 < newest &&
         equal(history_event(past, past->cursor + 1), e)) {
         past->cursor++;
         past->run++;
         past->misses = 0;
+        match(past);
         return;
     }
     uint32_t skipped = past->cursor != NONE ? find_ahead(past, e) : 0;
@@ -184,18 +190,24 @@ static void follow(history *past, const event *e)
 static void append(history *past, event e)
 {
     uint32_t index = past->now++;
-    e.previous = NONE;
+    e.previous = e.match = e.keep = NONE;
     if (e.role != NONE) {
         e.previous = past->roles[e.role].last_event;
         past->roles[e.role].last_event = index;
     }
     past->events[index & past->event_mask] = e;
     follow(past, &e);
+    past->unplanned += is_access(&e) && history_event(past, index)->keep == NONE;
 }
 
-void history_access(history *past, uint32_t first_page, uint32_t offset, uint32_t count, uint32_t mode)
+void history_access(history *past, uint32_t first_page, uint32_t offset, uint32_t count, uint32_t mode,
+                    bool last)
 {
-    append(past, (event){.role = role_of(past, first_page), .offset = offset, .count = count, .kind = mode});
+    append(past, (event){.role = role_of(past, first_page),
+                         .offset = offset,
+                         .count = count,
+                         .kind = (uint8_t)mode,
+                         .last = last});
 }
 
 void history_reserve(history *past, uint32_t first_page, uint32_t count)
@@ -230,25 +242,41 @@ void history_release(history *past, uint32_t first_page)
     append(past, (event){.role = name, .kind = EVENT_RELEASE});
 }
 
-static bool concerns(const event *e, uint32_t offset)
+/* Whether the event is a use of the page; narrows [from, to) to pages of which the same is true. */
+static bool concerns(const event *e, uint32_t offset, uint32_t *from, uint32_t *to)
 {
-    return e->kind == EVENT_RELEASE || (e->kind != EVENT_RESERVE && offset - e->offset < e->count);
+    if (e->kind == EVENT_RELEASE || e->kind == EVENT_RESERVE)
+        return e->kind == EVENT_RELEASE;
+    uint32_t end = e->offset + e->count;
+    bool inside = offset >= e->offset && offset < end;
+    if (offset >= end)
+        *from = end > *from ? end : *from;
+    else if (inside)
+        *from = e->offset > *from ? e->offset : *from;
+    if (offset < e->offset)
+        *to = e->offset < *to ? e->offset : *to;
+    else if (inside)
+        *to = end < *to ? end : *to;
+    return inside;
 }
 
 bool history_next_use(const history *past, uint32_t first_page, uint32_t offset, use *next)
 {
     uint32_t name = role_of(past, first_page);
+    next->event = NULL;
+    next->from = 0;
+    next->to = NONE;
     if (name == NONE || past->cursor == NONE)
         return false;
     /* What happened in (cursor, now) will happen again from now on; what happened in the same stretch up to
      * the cursor comes one period later. The earliest of the first, else of the second, is the next use. */
     uint32_t period = history_reach(past), newest = past->now - 1;
     uint32_t soon = NONE, later = NONE, index = past->roles[name].last_event;
-    for (uint32_t step = 0; step < STEPS_MAX && index != NONE && is_kept(past, index); step++) {
+    for (uint32_t step = 0; step < STEPS_MAX && index != NONE && history_keeps(past, index); step++) {
         const event *e = history_event(past, index);
-        if (index + period <= past->cursor)
+        if (index + period <= past->cursor || (index <= past->cursor && soon != NONE))
             break;
-        if (concerns(e, offset)) {
+        if (concerns(e, offset, &next->from, &next->to)) {
             if (index > past->cursor)
                 soon = index;
             else
@@ -259,7 +287,7 @@ bool history_next_use(const history *past, uint32_t first_page, uint32_t offset,
     uint32_t found = soon != NONE ? soon : later;
     if (found == NONE)
         return false;
-    next->kind = history_event(past, found)->kind;
+    next->event = history_event(past, found);
     next->time = newest + (found - past->cursor) + (soon == NONE ? period : 0);
     return true;
 }

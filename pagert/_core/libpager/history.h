@@ -22,8 +22,11 @@ enum { EVENT_READ, EVENT_UPDATE, EVENT_OVERWRITE, EVENT_RESERVE, EVENT_RELEASE }
 typedef struct event {
     uint32_t role;
     uint32_t offset, count; /* pages within the region; of EVENT_RESERVE: 0 and its size */
-    uint32_t kind;
-    uint32_t previous; /* the event before it with the same role, or NONE */
+    uint32_t previous;      /* the event before it with the same role, or NONE */
+    uint32_t match;         /* the event of the past that it repeats, or NONE */
+    uint32_t keep;          /* pages to keep until it happens, as plan.c found, or NONE: not planned */
+    uint8_t kind;
+    bool last; /* the last access of its pin */
 } event;
 
 typedef struct role {
@@ -42,18 +45,21 @@ typedef struct history {
     uint32_t run;      /* matches in a row */
     uint32_t misses;   /* mismatches since the last match */
     uint32_t epoch;    /* counts the jumps of the cursor: predictions made before one are stale */
+    uint32_t unplanned; /* accesses without a plan since this was last set to 0 */
     uint32_t next_role, roles_used, region_used;
 } history;
 
 /* A use of a page to come. */
 typedef struct use {
-    uint32_t time; /* in events from the start of the history, like `now` */
-    uint32_t kind; /* EVENT_READ ..., EVENT_RELEASE */
+    uint32_t time;      /* in events from the start of the history, like `now` */
+    const event *event; /* what happened the last time: EVENT_READ ..., EVENT_RELEASE */
+    uint32_t from, to;  /* pages of the region whose next use this is, too: from <= page < to */
 } use;
 
 uint64_t history_bytes(void);
 void history_init(history *past, unsigned char *memory);
-void history_access(history *past, uint32_t first_page, uint32_t offset, uint32_t count, uint32_t mode);
+void history_access(history *past, uint32_t first_page, uint32_t offset, uint32_t count, uint32_t mode,
+                    bool last);
 void history_reserve(history *past, uint32_t first_page, uint32_t count);
 void history_release(history *past, uint32_t first_page);
 
@@ -67,6 +73,14 @@ static inline const event *history_event(const history *past, uint32_t index)
 {
     return &past->events[index & past->event_mask];
 }
+
+/* Whether the event is still in the ring. */
+static inline bool history_keeps(const history *past, uint32_t index)
+{
+    return index < past->now && past->now - index <= past->event_mask;
+}
+
+static inline bool is_access(const event *e) { return e->kind <= EVENT_OVERWRITE; }
 
 /* Events that the prediction reaches ahead: history_event(past, past->cursor + k) happens at now + k - 1
  * for 1 <= k <= this. */

@@ -152,7 +152,9 @@ struct pagert_pager {
     uint32_t in_flight;        /* transfers handed out */
     uint32_t reclaim_cursor;   /* device frame where the search for a spare flash copy goes on */
     bool look_ahead_only;      /* a prefetch asks for victims: none that is needed before it */
+    bool spare_planned;        /* a victim is only for convenience: none that is planned to stay */
     uint32_t needed_before;    /* the time of that, on the policy's clock */
+    bool write_ahead_failed;   /* no more of it until a writeback succeeds */
     bool flushing;             /* a flush goes on: host copies of dirty pages go to flash, not away */
     failed_writeback flush_failed; /* of a page that flush or evict asked for by name */
     uint64_t reserved_pages;
@@ -182,6 +184,7 @@ struct pagert_policy {
     void (*reserved)(pagert_pager *pager, uint32_t first_page, uint32_t page_count);
     void (*released)(pagert_pager *pager, uint32_t first_page);
     bool (*upcoming)(pagert_pager *pager, uint32_t *first_page, uint32_t *page_count, uint32_t *time);
+    uint32_t (*writable)(pagert_pager *pager); /* a dirty page that is best written now, or NONE */
 };
 
 static inline bool has(const page *p, uint32_t flag) { return (p->flags & flag) != 0; }

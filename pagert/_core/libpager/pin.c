@@ -9,6 +9,7 @@
 #include "internal.h"
 
 /* FAILED holds its pages until it is unpinned, REFUSED never held any. */
+enum { WRITES_AHEAD = 16 }; /* transfers that go on at most when one more page is written ahead */
 enum { PIN_NEW, PIN_WAITING, PIN_REPACKING, PIN_PLACED, PIN_READY, PIN_FAILED, PIN_REFUSED, PIN_RELEASED };
 
 static void hold(pagert_pager *pager, uint32_t index)
@@ -182,6 +183,19 @@ static bool has_failed_page(const pagert_pager *pager, const pagert_pin *pin)
     return false;
 }
 
+/* Room for what the pin lacks, and one frame to move things through; its own pages stay out of it. */
+static int make_room_to_repack(pagert_pager *pager, pagert_pin *pin)
+{
+    uint64_t missing = 0;
+    for_each_page(pager, pin, want);
+    for (uint32_t k = 0; k < pin->access_count; k++)
+        for (uint32_t i = 0; i < pin->accesses[k].span_count; i++)
+            missing += pager->pages[pin->accesses[k].span_first + i].copy[PAGERT_DEVICE] == COPY_NONE;
+    int outcome = place_make_room(pager, pin, missing > 0 ? missing : 1);
+    for_each_page(pager, pin, unwant);
+    return outcome == PLACE_DONE && !is_quiet(pager) ? PLACE_BUSY : outcome;
+}
+
 /* From a quiet state: see repack.c. */
 static int repack(pagert_pager *pager, pagert_pin *pin)
 {
@@ -189,8 +203,13 @@ static int repack(pagert_pager *pager, pagert_pin *pin)
     int outcome = PLACE_BUSY;
     if (has_failed_page(pager, pin))
         return outcome;
-    while (outcome == PLACE_BUSY && is_quiet(pager)) /* a round of clean evictions leaves it quiet */
-        outcome = pin->code < 0 ? pin->code : repack_round(pager, pin);
+    while (outcome == PLACE_BUSY && is_quiet(pager)) { /* a round of clean evictions leaves it quiet */
+        if (pin->code < 0)
+            return pin->code;
+        outcome = make_room_to_repack(pager, pin);
+        if (outcome == PLACE_DONE || outcome == PLACE_BLOCKED) /* it may go without */
+            outcome = repack_round(pager, pin);
+    }
     if (outcome == PLACE_DONE) {
         count_uses(pager, pin);
         for_each_page(pager, pin, hold);
@@ -467,13 +486,16 @@ static uint32_t fetch_backlog(const pagert_pager *pager)
            pager->queues[PAGERT_FLASH_TO_HOST].count + pager->queues[QUEUE_HOST_WAIT].count;
 }
 
-uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max)
+static uint32_t writeback_backlog(const pagert_pager *pager)
+{
+    return pager->queues[PAGERT_DEVICE_TO_HOST].count + pager->queues[PAGERT_DEVICE_TO_FLASH].count;
+}
+
+static uint32_t fetch_ahead(pagert_pager *pager, uint32_t backlog_max)
 {
     uint32_t started = 0;
     pagert_access access = {.mode = PAGERT_READ};
     uint32_t first_page, page_count;
-    if (pager->policy->upcoming == NULL)
-        return 0;
     while (fetch_backlog(pager) < backlog_max &&
            pager->policy->upcoming(pager, &first_page, &page_count, &pager->needed_before)) {
         const page *head = &pager->pages[pager->pages[first_page].region];
@@ -490,4 +512,29 @@ uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max)
         started += page_count;
     }
     return started;
+}
+
+/* Write dirty pages that will have to go while no link has anything to do. Only into frames that are free. */
+static uint32_t write_ahead(pagert_pager *pager)
+{
+    uint32_t started = 0;
+    while (!pager->write_ahead_failed && frame_set_free_count(&pager->sets[pager->lower_tier]) > 0 &&
+           pager->in_flight + writeback_backlog(pager) < WRITES_AHEAD) {
+        uint32_t index = pager->policy->writable(pager);
+        if (index == NONE)
+            break;
+        set_flag(&pager->pages[index], PAGE_CLEANING);
+        page_advance(pager, index);
+        lower_grant_host(pager);
+        started++;
+    }
+    return started;
+}
+
+uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max)
+{
+    if (pager->policy->upcoming == NULL)
+        return 0;
+    uint32_t started = fetch_ahead(pager, backlog_max);
+    return started + write_ahead(pager);
 }

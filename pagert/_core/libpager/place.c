@@ -63,6 +63,8 @@ static int evict_one(pagert_pager *pager, pagert_pin *pin)
             p->copy[PAGERT_FLASH] = COPY_INCOMING;
         }
     }
+    if (!pager->flushing)
+        clear_flag(p, PAGE_CLEANING); /* it was written ahead: nobody has asked for that by name */
     page_start_leaving(pager, index);
     return PLACE_DONE;
 }
@@ -246,7 +248,9 @@ int place_window(pagert_pager *pager, pagert_pin *pin, const pagert_access *acce
         run_cost cost = cost_of_run(pager, s, base, resident);
         if (cost.in_way <= available(pager) - cost.available)
             break;
-        outcome = evict_one(pager, pin); /* the span's own pieces take frames until they have moved */
+        pager->spare_planned = true; /* the span's own pieces take frames only until they have moved */
+        outcome = evict_one(pager, pin);
+        pager->spare_planned = false;
         if (outcome != PLACE_DONE)
             return outcome;
     }

@@ -1,46 +1,48 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * lookahead: the victim is the page whose next use is furthest, weighed by what its eviction costs; and the
- * next pages to come are fetched before they are asked for.
+ * lookahead: the victim is a page that the plan lets go, else the one whose next use is furthest, weighed by
+ * what its eviction costs; and the next pages to come are fetched before they are asked for.
  *
  * Evicting the page that is used furthest in the future is optimal where every eviction costs one fetch
  * (Belady, IBM Systems Journal 5(2), 1966). Here it costs between nothing and two transfers, so evictable
  * pages stand in one heap for each price, furthest use first, and the heaps' tops are compared by time
- * until use for each transfer paid. A page of which no use is known is evicted first where the prediction is
- * trusted, and stands on a list in order of last use for when it is not: then this is LRU.
+ * until use for each transfer paid. Once a step has repeated, the plan says which pages are better let go
+ * between two uses (plan.h): they stand in heaps of their own, and go first. A page of which no use is known
+ * is evicted before all where the prediction is trusted, and stands on a list in order of last use for when it
+ * is not: then this is LRU.
  *
  * A key is a time on the history's clock. It stays true while things go as predicted. After a jump of the
  * cursor all are set anew, a few with each access, and a victim's is checked in any case. One more is looked
  * at with every access, in turn: a page whose predicted use never came would otherwise stay for ever.
  */
+#include "heap.h"
 #include "history.h"
 #include "list.h"
+#include "plan.h"
 
 /* Where an evictable page stands, in its `failed_link`: that is free while no pin holds the page. */
 enum {
-    PRICE_NOTHING, /* clean, and overwritten or released next */
-    PRICE_ONE,     /* one transfer: clean and read next, or dirty and overwritten or released next */
-    PRICE_TWO,     /* dirty and read next: written now, read then */
+    GOES_FREE,  /* costs nothing: clean, and overwritten or released next */
+    GOES_CLEAN, /* planned to go, and clean */
+    GOES_DIRTY, /* planned to go, and better written before its frame is asked for */
+    STAYS_ONE,  /* one transfer: clean and read next, or dirty and overwritten or released next */
+    STAYS_TWO,  /* dirty and read next: written now, read then */
     HEAPS,
     UNKNOWN = HEAPS, /* no use known: on the list */
-    PRICE_MASK = 3,
-    PRICED_CLEAN = 4, /* it was clean then */
+    STANDING_MASK = 7,
+    WAS_CLEAN = 8, /* when it was given its place */
 };
 
 enum {
-    RECHECKS_MAX = 16,
+    RECHECKS_MAX = 32,
     REFRESHED_PER_ACCESS = 8,
-    AHEAD_SHARE = 16, /* prefetch looks at events whose pages fill this part of the device */
+    AHEAD_SHARE = 32,       /* this part of the device is for pages fetched ahead */
+    PLAN_STEPS = 1024,      /* of the plan, with each access */
 };
-
-/* Max-heap of pages by time of next use. links[LIST_POLICY]: older is the place in it, younger the time. */
-typedef struct heap {
-    uint32_t *pages;
-    uint32_t count;
-} heap;
 
 typedef struct lookahead {
     history past;
+    plan next;
     heap heaps[HEAPS];
     page_list unknown;
     uint32_t behind;      /* the cursor when `ahead_pages` was counted */
@@ -49,18 +51,17 @@ typedef struct lookahead {
     uint32_t ahead_epoch; /* of the history when `ahead` was set */
     uint32_t key_epoch;   /* likewise when the last keys were set anew */
     uint32_t refreshed;   /* device frames whose page's key was set anew since then */
+    bool fetches_ahead;   /* somebody has asked what comes: frames are set aside for it */
+    uint32_t looked_up;   /* first page of the region of `found`, which was true at `looked_up_at` */
+    uint32_t looked_up_at, looked_up_epoch;
+    use found;
 } lookahead;
 
 static lookahead *state_of(const pagert_pager *pager) { return pager->policy_state; }
 
-static uint64_t heap_bytes(const pagert_config *config)
-{
-    return (uint64_t)config->frame_count[PAGERT_DEVICE] * sizeof(uint32_t);
-}
-
 static uint64_t state_bytes(const pagert_config *config)
 {
-    return sizeof(lookahead) + 64 + HEAPS * heap_bytes(config) + history_bytes();
+    return sizeof(lookahead) + 64 + HEAPS * heap_bytes(config) + plan_bytes() + history_bytes();
 }
 
 static void init(pagert_pager *pager)
@@ -69,146 +70,130 @@ static void init(pagert_pager *pager)
     unsigned char *memory = (unsigned char *)state + (sizeof(lookahead) + 63) / 64 * 64;
     history_init(&state->past, memory);
     memory += history_bytes();
-    for (uint32_t price = 0; price < HEAPS; price++) {
-        state->heaps[price].pages = (uint32_t *)(void *)memory;
+    plan_init(&state->next, memory);
+    memory += plan_bytes();
+    for (uint32_t standing = 0; standing < HEAPS; standing++) {
+        state->heaps[standing].items = (heap_item *)(void *)memory;
         memory += heap_bytes(&pager->config);
     }
     list_init(&state->unknown);
+    state->looked_up = NONE;
 }
 
-static uint32_t *place_of(pagert_pager *pager, uint32_t index)
+/* The next use of a page, or NULL. Pages of one access are asked for one after the other: the last answer is
+ * kept, with the pages for which it holds. */
+static const use *next_use(const pagert_pager *pager, uint32_t index)
 {
-    return &pager->pages[index].links[LIST_POLICY].older;
-}
-
-static uint32_t *time_of(pagert_pager *pager, uint32_t index)
-{
-    return &pager->pages[index].links[LIST_POLICY].younger;
-}
-
-static void put(pagert_pager *pager, heap *h, uint32_t place, uint32_t index)
-{
-    h->pages[place] = index;
-    *place_of(pager, index) = place;
-}
-
-static void sift_up(pagert_pager *pager, heap *h, uint32_t place)
-{
-    uint32_t index = h->pages[place], time = *time_of(pager, index);
-    while (place > 0) {
-        uint32_t parent = (place - 1) / 2;
-        if (*time_of(pager, h->pages[parent]) >= time)
-            break;
-        put(pager, h, place, h->pages[parent]);
-        place = parent;
+    lookahead *state = state_of(pager);
+    const history *past = &state->past;
+    uint32_t first = pager->pages[index].region, offset = index - first;
+    if (state->looked_up != first || state->looked_up_at != past->now ||
+        state->looked_up_epoch != past->epoch || offset < state->found.from || offset >= state->found.to) {
+        history_next_use(past, first, offset, &state->found);
+        state->looked_up = first;
+        state->looked_up_at = past->now;
+        state->looked_up_epoch = past->epoch;
     }
-    put(pager, h, place, index);
+    return state->found.event != NULL ? &state->found : NULL;
 }
 
-static void sift_down(pagert_pager *pager, heap *h, uint32_t place)
+/* Whether the plan has the page leave before its next use. */
+static bool goes(const event *e, uint32_t offset)
 {
-    uint32_t index = h->pages[place], time = *time_of(pager, index);
-    for (;;) {
-        uint32_t child = 2 * place + 1;
-        if (child >= h->count)
-            break;
-        if (child + 1 < h->count && *time_of(pager, h->pages[child + 1]) > *time_of(pager, h->pages[child]))
-            child++;
-        if (*time_of(pager, h->pages[child]) <= time)
-            break;
-        put(pager, h, place, h->pages[child]);
-        place = child;
-    }
-    put(pager, h, place, index);
+    return e->keep < KEEP_ALL && (e->kind == EVENT_RELEASE ? offset : offset - e->offset) >= e->keep;
 }
 
-/* The price of evicting the page and the time of its next use; UNKNOWN if none is known. */
+/* Where the page belongs, and the time of its next use if that is known. */
 static uint32_t appraise(const pagert_pager *pager, uint32_t index, uint32_t *time)
 {
     const page *p = &pager->pages[index];
-    use next;
-    if (!history_next_use(&state_of(pager)->past, p->region, index - p->region, &next))
+    const use *next = next_use(pager, index);
+    if (next == NULL)
         return UNKNOWN;
-    *time = next.time;
-    bool read_next = next.kind == EVENT_READ || next.kind == EVENT_UPDATE;
-    return is_clean(p) ? (read_next && !has(p, PAGE_ZERO) ? PRICE_ONE : PRICE_NOTHING)
-                       : (read_next ? PRICE_TWO : PRICE_ONE);
+    *time = next->time;
+    bool clean = is_clean(p);
+    bool read_next = next->event->kind == EVENT_READ || next->event->kind == EVENT_UPDATE;
+    if (clean && (!read_next || has(p, PAGE_ZERO)))
+        return GOES_FREE;
+    if (goes(next->event, index - p->region))
+        return clean ? GOES_CLEAN : GOES_DIRTY;
+    return clean || !read_next ? STAYS_ONE : STAYS_TWO;
 }
 
 static void insert(pagert_pager *pager, uint32_t index)
 {
     lookahead *state = state_of(pager);
-    uint32_t time = 0, price = appraise(pager, index, &time);
-    pager->pages[index].failed_link = (price | (is_clean(&pager->pages[index]) ? PRICED_CLEAN : 0)) & 15;
-    if (price == UNKNOWN) {
+    uint32_t time = 0, standing = appraise(pager, index, &time);
+    pager->pages[index].failed_link = (standing | (is_clean(&pager->pages[index]) ? WAS_CLEAN : 0)) & 15;
+    if (standing == UNKNOWN)
         list_append(pager, &state->unknown, LIST_POLICY, index);
-        return;
-    }
-    heap *h = &state->heaps[price];
-    *time_of(pager, index) = time;
-    put(pager, h, h->count++, index);
-    sift_up(pager, h, h->count - 1);
+    else
+        heap_push(pager, &state->heaps[standing], index, time);
 }
 
 static void remove_page(pagert_pager *pager, uint32_t index)
 {
     lookahead *state = state_of(pager);
-    uint32_t price = pager->pages[index].failed_link & PRICE_MASK;
-    if (price == UNKNOWN) {
+    uint32_t standing = pager->pages[index].failed_link & STANDING_MASK;
+    if (standing == UNKNOWN)
         list_remove(pager, &state->unknown, LIST_POLICY, index);
-        return;
-    }
-    heap *h = &state->heaps[price];
-    uint32_t place = *place_of(pager, index), last = h->pages[--h->count];
-    if (last == index)
-        return;
-    put(pager, h, place, last);
-    sift_up(pager, h, place);
-    sift_down(pager, h, *place_of(pager, last));
+    else
+        heap_remove(pager, &state->heaps[standing], index);
 }
 
-static void reprice(pagert_pager *pager, uint32_t index)
+/* Put the page where it belongs now. True if it stood there. */
+static bool reappraise(pagert_pager *pager, uint32_t index)
 {
+    uint32_t standing = pager->pages[index].failed_link & STANDING_MASK, time = 0;
+    if (appraise(pager, index, &time) == standing &&
+        (standing == UNKNOWN || time == heap_time(pager, &state_of(pager)->heaps[standing], index)))
+        return true;
     remove_page(pager, index);
     insert(pager, index);
+    return false;
 }
 
 static void changed(pagert_pager *pager, uint32_t index)
 {
     const page *p = &pager->pages[index];
-    if (is_clean(p) != ((p->failed_link & PRICED_CLEAN) != 0))
-        reprice(pager, index);
+    if (is_clean(p) != ((p->failed_link & WAS_CLEAN) != 0)) {
+        remove_page(pager, index);
+        insert(pager, index);
+    }
 }
 
 static uint32_t evictable_count(const pagert_pager *pager)
 {
     const lookahead *state = state_of(pager);
     uint32_t count = state->unknown.count;
-    for (uint32_t price = 0; price < HEAPS; price++)
-        count += state->heaps[price].count;
+    for (uint32_t standing = 0; standing < HEAPS; standing++)
+        count += state->heaps[standing].count;
     return count;
 }
 
-static uint32_t wait_until(const lookahead *state, uint32_t time)
+static bool has_top(const pagert_pager *pager, const heap *h, bool clean_only)
 {
-    return time > state->past.now ? time - state->past.now : 0;
+    return h->count > 0 && (!clean_only || is_clean(&pager->pages[h->items[0].page]));
 }
 
-/* The heap whose top is the best victim: the longest time until use for each transfer paid. */
-static uint32_t best_heap(pagert_pager *pager, bool clean_only)
+/* The heap whose top is the best victim: what costs nothing, what is to go, what stays clear longest for each
+ * transfer paid. HEAPS if there is none. */
+static uint32_t best_heap(const pagert_pager *pager, bool clean_only)
 {
-    lookahead *state = state_of(pager);
+    const lookahead *state = state_of(pager);
+    for (uint32_t standing = GOES_FREE; standing <= GOES_DIRTY; standing++)
+        if (has_top(pager, &state->heaps[standing], clean_only))
+            return standing;
     uint32_t best = HEAPS;
     uint64_t best_worth = 0;
-    for (uint32_t price = 0; price < HEAPS; price++) {
-        const heap *h = &state->heaps[price];
-        if (h->count == 0 || (clean_only && !is_clean(&pager->pages[h->pages[0]])))
+    for (uint32_t standing = STAYS_ONE; standing <= STAYS_TWO; standing++) {
+        const heap *h = &state->heaps[standing];
+        if (!has_top(pager, h, clean_only))
             continue;
-        if (price == PRICE_NOTHING)
-            return price;
-        uint64_t worth = (uint64_t)wait_until(state, *time_of(pager, h->pages[0])) * 2 / price + 1;
+        uint64_t wait = h->items[0].time > state->past.now ? h->items[0].time - state->past.now : 0;
+        uint64_t worth = wait * 2 / (standing == STAYS_ONE ? 1 : 2) + 1;
         if (worth > best_worth) {
-            best = price;
+            best = standing;
             best_worth = worth;
         }
     }
@@ -216,18 +201,34 @@ static uint32_t best_heap(pagert_pager *pager, bool clean_only)
 }
 
 /* A clean page anywhere, for when nothing can be written back. O(pages), and rare. */
-static uint32_t any_clean(pagert_pager *pager)
+static uint32_t any_clean(const pagert_pager *pager)
 {
-    lookahead *state = state_of(pager);
+    const lookahead *state = state_of(pager);
     for (uint32_t index = state->unknown.oldest; index != NONE;
          index = pager->pages[index].links[LIST_POLICY].younger)
         if (is_clean(&pager->pages[index]))
             return index;
-    for (uint32_t price = 0; price < HEAPS; price++)
-        for (uint32_t i = 0; i < state->heaps[price].count; i++)
-            if (is_clean(&pager->pages[state->heaps[price].pages[i]]))
-                return state->heaps[price].pages[i];
+    for (uint32_t standing = 0; standing < HEAPS; standing++)
+        for (uint32_t i = 0; i < state->heaps[standing].count; i++)
+            if (is_clean(&pager->pages[state->heaps[standing].items[i].page]))
+                return state->heaps[standing].items[i].page;
     return NONE;
+}
+
+/* The plan knows what follows the last event. */
+static bool is_planned(const lookahead *state)
+{
+    const history *past = &state->past;
+    return past->cursor != NONE && history_event(past, past->cursor)->keep != NONE;
+}
+
+/* What is fetched ahead takes no frame from what is needed before, nor from what is planned to stay. */
+static bool may_go(const pagert_pager *pager, uint32_t standing, uint32_t time)
+{
+    if (pager->look_ahead_only && pager->needed_before >= time)
+        return false;
+    bool spare = pager->look_ahead_only || pager->spare_planned;
+    return !spare || standing < STAYS_ONE || !is_planned(state_of(pager));
 }
 
 static uint32_t victim(pagert_pager *pager, bool clean_only)
@@ -235,30 +236,41 @@ static uint32_t victim(pagert_pager *pager, bool clean_only)
     lookahead *state = state_of(pager);
     bool sure = history_is_sure(&state->past);
     for (uint32_t checks = 0; sure && checks < RECHECKS_MAX && state->unknown.count > 0; checks++) {
-        uint32_t index = state->unknown.oldest, time;
+        uint32_t index = state->unknown.oldest;
         if (clean_only && !is_clean(&pager->pages[index]))
             break;
-        if (appraise(pager, index, &time) == UNKNOWN)
+        if (reappraise(pager, index))
             return index;
-        reprice(pager, index);
     }
     for (uint32_t checks = 0; checks < RECHECKS_MAX; checks++) {
-        uint32_t price = best_heap(pager, clean_only);
-        if (price == HEAPS)
+        uint32_t standing = best_heap(pager, clean_only);
+        if (standing == HEAPS)
             break;
-        uint32_t index = state->heaps[price].pages[0], time = 0;
-        uint32_t price_now = appraise(pager, index, &time);
-        if (price_now == price && time == *time_of(pager, index))
-            return pager->needed_before < time || !pager->look_ahead_only ? index : NONE;
-        reprice(pager, index);
+        heap_item top = state->heaps[standing].items[0];
+        if (!reappraise(pager, top.page))
+            continue;
+        return may_go(pager, standing, top.time) ? top.page : NONE;
     }
     if (pager->look_ahead_only)
         return NONE;
     uint32_t index = state->unknown.oldest;
     if (index != NONE && (!clean_only || is_clean(&pager->pages[index])))
         return index;
-    uint32_t price = best_heap(pager, clean_only);
-    return price != HEAPS ? state->heaps[price].pages[0] : clean_only ? any_clean(pager) : NONE;
+    uint32_t standing = best_heap(pager, clean_only);
+    return standing != HEAPS ? state->heaps[standing].items[0].page : clean_only ? any_clean(pager) : NONE;
+}
+
+/* A dirty page that is planned to go and stands in no queue: it can be written while the links are idle, and
+ * its frame is there at once when it is asked for. Near the top they are nearly in order. */
+static uint32_t writable(pagert_pager *pager)
+{
+    const heap *h = &state_of(pager)->heaps[GOES_DIRTY];
+    for (uint32_t i = 0; i < RECHECKS_MAX && i < h->count; i++) {
+        uint32_t index = h->items[i].page;
+        if (pager->pages[index].queue == QUEUE_NONE)
+            return reappraise(pager, index) ? index : NONE;
+    }
+    return NONE;
 }
 
 /* After a jump of the cursor: set the keys anew, step by step. */
@@ -274,10 +286,28 @@ static void refresh(pagert_pager *pager)
     for (uint32_t k = 0; k < count; k++) {
         uint32_t index = pager->frames[state->refreshed++ % frame_count].page;
         if (index != NONE && has(&pager->pages[index], PAGE_EVICTABLE))
-            reprice(pager, index);
+            reappraise(pager, index);
     }
     if (state->refreshed == 2 * frame_count)
         state->refreshed = frame_count;
+}
+
+static uint32_t ahead_pages_max(const pagert_pager *pager)
+{
+    return 1 + pager->config.frame_count[PAGERT_DEVICE] / AHEAD_SHARE;
+}
+
+static void go_on_planning(pagert_pager *pager, uint32_t accesses)
+{
+    lookahead *state = state_of(pager);
+    if (plan_is_due(&state->next, &state->past)) {
+        uint32_t room = pager->config.frame_count[PAGERT_DEVICE];
+        uint32_t aside = state->fetches_ahead ? ahead_pages_max(pager) : 0;
+        state->past.unplanned = 0;
+        plan_begin(&state->next, &state->past, room > aside ? room - aside : 1);
+    }
+    if (!plan_is_idle(&state->next) && plan_advance(&state->next, &state->past, accesses * PLAN_STEPS))
+        state->refreshed = 0;
 }
 
 static void accessed(pagert_pager *pager, const pagert_pin *pin)
@@ -287,8 +317,9 @@ static void accessed(pagert_pager *pager, const pagert_pin *pin)
     for (uint32_t k = 0; k < pin->access_count; k++) {
         const pagert_access *a = &pin->accesses[k];
         history_access(&state->past, a->region.first_page, a->first_page - a->region.first_page,
-                       a->page_count, a->mode);
+                       a->page_count, a->mode, k + 1 == pin->access_count);
     }
+    go_on_planning(pager, pin->access_count);
 }
 
 static void reserved(pagert_pager *pager, uint32_t first_page, uint32_t page_count)
@@ -304,7 +335,7 @@ static void released(pagert_pager *pager, uint32_t first_page)
 /* Pages that an event brings to the device. */
 static uint32_t pages_of(const event *e)
 {
-    return e->kind <= EVENT_OVERWRITE ? e->count : 0;
+    return is_access(e) ? e->count : 0;
 }
 
 /* Follow the cursor with the window of events that prefetch looks at. */
@@ -328,10 +359,11 @@ static bool upcoming(pagert_pager *pager, uint32_t *first_page, uint32_t *page_c
 {
     lookahead *state = state_of(pager);
     history *past = &state->past;
+    state->fetches_ahead = true;
     if (!history_is_sure(past))
         return false;
     follow_cursor(state);
-    uint64_t window = 1 + pager->config.frame_count[PAGERT_DEVICE] / AHEAD_SHARE;
+    uint64_t window = ahead_pages_max(pager);
     for (; state->ahead < past->now && state->ahead_pages < window; state->ahead++) {
         const event *e = history_event(past, state->ahead);
         state->ahead_pages += pages_of(e);
@@ -372,6 +404,7 @@ const pagert_policy *pagert_policy_lookahead(void)
         .reserved = reserved,
         .released = released,
         .upcoming = upcoming,
+        .writable = writable,
     };
     return &table;
 }

@@ -7,6 +7,11 @@
  * gaps between windows that other pins hold. It depends on sizes and held windows only, so that it is the
  * same in each round, and each round brings at least one page nearer to it. Fragmentation alone therefore
  * never makes a pin fail.
+ *
+ * Nobody is evicted for it while a frame is free, except as the policy says. Pages in the way go to free frames
+ * outside the layout. Where all those are inside, meant for pages that are still to be fetched, what is in the
+ * way of a resident page of the pin goes there for a while: when that page has moved in, its own frame outside
+ * is free.
  */
 #include "internal.h"
 
@@ -147,45 +152,73 @@ static uint32_t spare_frame(const pagert_pager *pager, const pagert_pin *pin)
     return NONE;
 }
 
+/* The next free frame of the layout whose page is absent, after `*k`, `*i`. */
+static uint32_t idle_target(const pagert_pager *pager, const pagert_pin *pin, uint32_t *k, uint32_t *i)
+{
+    for (; *k < pin->access_count; (*k)++, *i = 0) {
+        const pagert_access *a = &pin->accesses[*k];
+        for (; *i < a->span_count; (*i)++) {
+            uint32_t target = base_of(a) + *i;
+            if (pager->pages[a->span_first + *i].copy[PAGERT_DEVICE] == COPY_NONE &&
+                pager->frames[target].page == NONE && pager->frames[target].heir == NONE)
+                return target;
+        }
+    }
+    return NONE;
+}
+
+typedef struct round {
+    uint32_t started;
+    uint32_t stuck;           /* a page of the pin whose place is taken by another of its pages */
+    uint32_t in_way;          /* somebody else's page that found no frame to go to */
+    uint32_t cursor_k, cursor_i;
+} round;
+
+/* The i-th page of the access, or what lies in its place: bring it nearer to the layout. */
+static void rearrange(pagert_pager *pager, const pagert_pin *pin, const pagert_access *a, uint32_t i, round *r)
+{
+    uint32_t index = a->span_first + i, target = base_of(a) + i;
+    const page *p = &pager->pages[index];
+    const device_frame *f = &pager->frames[target];
+    bool resident = p->copy[PAGERT_DEVICE] == COPY_VALID && !has(p, PAGE_MOVING);
+    if (f->page == index || f->heir != NONE)
+        return;
+    if (f->page != NONE && !in_any_span(pin, f->page)) {
+        uint32_t frame = spare_frame(pager, pin);
+        if (frame == NONE && resident)
+            frame = idle_target(pager, pin, &r->cursor_k, &r->cursor_i);
+        if (frame == NONE) {
+            r->in_way = f->page;
+            return;
+        }
+        device_start_move(pager, f->page, frame);
+        r->started++;
+    } else if (resident && f->page == NONE) {
+        device_start_move(pager, index, target);
+        r->started++;
+    } else if (resident) {
+        r->stuck = index;
+    } else if (f->page != NONE) {
+        r->stuck = f->page; /* a page of the pin in the place of an absent one: its own is taken */
+    }
+}
+
 /* One round. PLACE_DONE: the layout stands, all windows are promised and no page is held yet. PLACE_BUSY:
  * moves or evictions were started, call again when quiet. PLACE_BLOCKED: no layout exists. */
 int repack_round(pagert_pager *pager, pagert_pin *pin)
 {
     if (!lay_all(pager, pin))
         return PLACE_BLOCKED;
-    uint32_t started = 0, stuck = NONE;
-    for (uint32_t k = 0; k < pin->access_count; k++) {
-        const pagert_access *a = &pin->accesses[k];
-        for (uint32_t i = 0; i < a->span_count; i++) {
-            uint32_t index = a->span_first + i, target = base_of(a) + i;
-            const page *p = &pager->pages[index];
-            const device_frame *f = &pager->frames[target];
-            if (f->page == index || f->heir != NONE)
-                continue;
-            if (f->page != NONE && !in_any_span(pin, f->page)) { /* somebody else's page in the way */
-                uint32_t spare = spare_frame(pager, pin);
-                if (spare != NONE)
-                    device_start_move(pager, f->page, spare);
-                else
-                    page_start_leaving(pager, f->page);
-                started++;
-            } else if (p->copy[PAGERT_DEVICE] == COPY_VALID && !has(p, PAGE_MOVING)) {
-                if (f->page == NONE) {
-                    device_start_move(pager, index, target);
-                    started++;
-                } else {
-                    stuck = index;
-                }
-            } else if (f->page != NONE) {
-                stuck = f->page; /* a page of the pin in the place of an absent one: its own is taken */
-            }
-        }
+    round r = {.stuck = NONE, .in_way = NONE};
+    for (uint32_t k = 0; k < pin->access_count; k++)
+        for (uint32_t i = 0; i < pin->accesses[k].span_count; i++)
+            rearrange(pager, pin, &pin->accesses[k], i, &r);
+    if (r.started == 0 && (r.in_way != NONE || r.stuck != NONE)) {
+        /* No frame is free, or the pin's own pages stand in a circle: break it at one. */
+        page_start_leaving(pager, r.in_way != NONE ? r.in_way : r.stuck);
+        r.started++;
     }
-    if (started == 0 && stuck != NONE) { /* a circle of the pin's own pages: break it at one */
-        page_start_leaving(pager, stuck);
-        started++;
-    }
-    if (started > 0)
+    if (r.started > 0)
         return PLACE_BUSY;
     for (uint32_t k = 0; k < pin->access_count; k++) {
         const pagert_access *a = &pin->accesses[k];

@@ -70,6 +70,8 @@ static void succeed(pagert_pager *pager, uint32_t index, uint32_t link)
         return;
     }
     p->copy[target_tier[link]] = COPY_VALID;
+    if (link == PAGERT_DEVICE_TO_HOST || link == PAGERT_DEVICE_TO_FLASH)
+        pager->write_ahead_failed = false;
     if (link == PAGERT_HOST_TO_FLASH) {
         lower_end_leaving_host(pager, index);
         page_drop_lower(pager, index, PAGERT_HOST);

@@ -1,0 +1,80 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * heap: evictable pages by the time of their next use, furthest first. A page's place in it is in its
+ * links[LIST_POLICY].older, so that it can be taken out anywhere.
+ */
+#ifndef PAGERT_HEAP_H
+#define PAGERT_HEAP_H
+
+#include "internal.h"
+
+typedef struct heap_item {
+    uint32_t time, page;
+} heap_item;
+
+typedef struct heap {
+    heap_item *items;
+    uint32_t count;
+} heap;
+
+static inline uint64_t heap_bytes(const pagert_config *config)
+{
+    return (uint64_t)config->frame_count[PAGERT_DEVICE] * sizeof(heap_item);
+}
+
+static inline uint32_t *heap_place(pagert_pager *pager, uint32_t index)
+{
+    return &pager->pages[index].links[LIST_POLICY].older;
+}
+
+static inline uint32_t heap_time(pagert_pager *pager, const heap *h, uint32_t index)
+{
+    return h->items[*heap_place(pager, index)].time;
+}
+
+static inline void heap_put(pagert_pager *pager, heap *h, uint32_t place, heap_item item)
+{
+    h->items[place] = item;
+    *heap_place(pager, item.page) = place;
+}
+
+static inline void heap_sift_up(pagert_pager *pager, heap *h, uint32_t place, heap_item item)
+{
+    while (place > 0 && h->items[(place - 1) / 2].time < item.time) {
+        heap_put(pager, h, place, h->items[(place - 1) / 2]);
+        place = (place - 1) / 2;
+    }
+    heap_put(pager, h, place, item);
+}
+
+static inline void heap_sift_down(pagert_pager *pager, heap *h, uint32_t place, heap_item item)
+{
+    for (uint32_t child = 2 * place + 1; child < h->count; child = 2 * place + 1) {
+        if (child + 1 < h->count && h->items[child + 1].time > h->items[child].time)
+            child++;
+        if (h->items[child].time <= item.time)
+            break;
+        heap_put(pager, h, place, h->items[child]);
+        place = child;
+    }
+    heap_put(pager, h, place, item);
+}
+
+static inline void heap_push(pagert_pager *pager, heap *h, uint32_t index, uint32_t time)
+{
+    heap_sift_up(pager, h, h->count++, (heap_item){time, index});
+}
+
+static inline void heap_remove(pagert_pager *pager, heap *h, uint32_t index)
+{
+    uint32_t place = *heap_place(pager, index);
+    heap_item last = h->items[--h->count];
+    if (last.page == index)
+        return;
+    if (place > 0 && h->items[(place - 1) / 2].time < last.time)
+        heap_sift_up(pager, h, place, last);
+    else
+        heap_sift_down(pager, h, place, last);
+}
+
+#endif
