@@ -6,15 +6,14 @@ They are the one of `make demo`, and a transformer made on the spot; fp32, fused
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from _apart import Answer, forget_peak, storage_bytes, thread_seconds
 
-__all__ = ["FULL", "SMOKE", "Job", "contest", "made", "smollm2"]
+__all__ = ["FULL", "SMOKE", "Job", "contest", "made_batches", "made_model"]
 
 MIB = 1 << 20
 COUNTERS = ("flash_read_bytes", "flash_written_bytes", "stall_seconds", "faults", "hits", "prefetches", "evictions",
@@ -45,6 +44,12 @@ SMOKE = [
 ]
 
 
+class Output(NamedTuple):
+    """What models of transformers return, as far as the training loop looks at it."""
+
+    logits: Any
+
+
 def smollm2(job: Job, pager: Any) -> tuple[Any, Any, Callable[[], Any]]:
     """Load the model of `make demo`; its optimizer and its batches."""
     import torch
@@ -66,22 +71,24 @@ def smollm2(job: Job, pager: Any) -> tuple[Any, Any, Callable[[], Any]]:
     return model, make_optimizer("adamw", model, 2e-5), windows.next_batch
 
 
-def made(job: Job, pager: Any) -> tuple[Any, Any, Callable[[], Any]]:
-    """Build a transformer with random weights; its optimizer and its batches."""
+def made_model(job: Job) -> Any:
+    """Build a transformer with random weights."""
     import torch
     from _training import LanguageModel
 
     class Named(LanguageModel):
         """Called as the models of transformers are."""
 
-        def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> Any:
-            return argparse.Namespace(logits=super().forward(input_ids))
+        def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> Output:
+            return Output(super().forward(input_ids))
 
-    from pagert.finetune.training import make_optimizer
+    return Named(job.vocabulary, job.width, job.layers)
 
-    model = Named(job.vocabulary, job.width, job.layers)
-    if pager is not None:
-        pager.page_(model)
+
+def made_batches(job: Job) -> Callable[[], Any]:
+    """Random tokens, the same each time."""
+    import torch
+
     generator = torch.Generator().manual_seed(2)
 
     def next_batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +96,17 @@ def made(job: Job, pager: Any) -> tuple[Any, Any, Callable[[], Any]]:
         tokens = torch.randint(job.vocabulary, shape, generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    return model, make_optimizer("adamw", model, 2e-5), next_batch
+    return next_batch
+
+
+def made(job: Job, pager: Any) -> tuple[Any, Any, Callable[[], Any]]:
+    """Build the made transformer, its optimizer and its batches."""
+    from pagert.finetune.training import make_optimizer
+
+    model = made_model(job)
+    if pager is not None:
+        pager.page_(model)
+    return model, make_optimizer("adamw", model, 2e-5), made_batches(job)
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ from _apart import (
     thread_seconds,
 )
 from _machine import machine_facts, spread
-from _steps import FULL, SMOKE, Job, contest, made
+from _steps import FULL, SMOKE, Job, contest, made_batches, made_model
 
 MIB = 1 << 20
 WARM_UP = 3
@@ -98,7 +98,10 @@ def deepspeed(settings: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Answer
     options = deepspeed_settings(job, settings["folder"])
     torch.manual_seed(0)
     library.init_distributed(dist_backend="gloo")
-    model, _, next_batch = made(job, None)
+    # Without Init, DeepSpeed 0.19 swaps the parameters of every CPU model as bfloat16, whatever was asked for.
+    with library.zero.Init(config_dict_or_path=options):
+        model = made_model(job)
+    next_batch = made_batches(job)
     engine, *_ = library.initialize(
         model=model, model_parameters=model.parameters(), config=options
     )
