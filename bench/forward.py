@@ -166,7 +166,8 @@ def facts(**more: Any) -> dict[str, Any]:
     """What a contestant says of itself when it is ready."""
     import torch
 
-    return {"threads": torch.get_num_threads(), **more}
+    wait = os.environ.get("OMP_WAIT_POLICY", "default")
+    return {"threads": torch.get_num_threads(), "omp_wait_policy": wait, **more}
 
 
 @contextlib.contextmanager
