@@ -18,6 +18,8 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 # Arguments of every benchmark, for example: make bench BENCH_ARGS=--smoke
 BENCH_ARGS ?=
+# Arguments of pytest-benchmark, for example: make bench PYTEST_BENCH_ARGS=--benchmark-disable
+PYTEST_BENCH_ARGS ?= --benchmark-autosave --benchmark-columns=median,iqr,rounds
 # The folder of the demo's flash tier.
 FLASH ?= .cache/flash
 
@@ -44,8 +46,12 @@ demo: $(DONE)/package $(DONE)/model
 test: $(DONE)/package
 	$(RUN)/python -m pytest $(PYTEST_ARGS)
 
+# The scripts print what is claimed, each beside its baseline. What pytest-benchmark measures is kept in
+# .benchmarks/, for `pytest-benchmark compare` after a change.
 bench: $(DONE)/package
 	@for script in bench/[!_]*.py; do echo "== $$script"; $(RUN)/python "$$script" $(BENCH_ARGS) || exit; done
+	@echo '== pytest-benchmark'
+	@$(RUN)/python -m pytest bench/_pytest_operators.py -q $(PYTEST_BENCH_ARGS)
 
 lint: $(DONE)/package
 	$(RUN)/ruff check .

@@ -116,6 +116,7 @@ class Runtime:
         # Every dense view is set_() on this one storage: no copy, and the arena lives as long as any of them.
         arena = torch.frombuffer(self.pump.arena, dtype=torch.uint8)
         self.storage: torch.UntypedStorage = arena.untyped_storage()
+        self.flat: dict[torch.dtype, torch.Tensor] = {}  # the same as one tensor, once it is asked for
         info = self.pump.flash_info
         self._flash_backend = None if info is None else info["backend"]
         self._flash_direct = None if info is None else info["direct"]

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short way of an operator whose paged operands are few and plain."""
+"""The short way of an operator on paged tensors: pin, run, let go, or another look at the same bytes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pagert._core.pump import Region
-
 class Footprint:
-    """The bytes that a tensor touches in its region, and the dense view of its last call."""
+    """A tensor's bytes in its region, and the dense view of its last call."""
 
-    def __init__(self, region: Region, offset_bytes: int, size_bytes: int) -> None: ...
+class Operation:
+    """The paged operands of one call."""
 
 class Dispatcher:
     """Runs operators on tensors of one class."""
@@ -19,11 +18,10 @@ class Dispatcher:
         kind: type,
         plans: dict[Any, Any],
         make_plan: Callable[[Any], Any],
-        footprint: Callable[[Any], Footprint | None],
-        dense_view: Callable[[Any, int], Any],
+        geometry: Callable[[Any], Any],
+        flat: Callable[[Any, Any], Any],
         leave: Callable[..., Any],
-        tensor_type: type,
-        strided: Any,
+        parts: int,
     ) -> None: ...
     def dispatch(
         self,
@@ -33,3 +31,6 @@ class Dispatcher:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """What `__torch_dispatch__` does."""
+
+    def copy(self, target: Any, source: Any, mode: int, non_blocking: bool) -> bool:
+        """Copy between two tensors, at least one of them paged; False where it is not simple."""

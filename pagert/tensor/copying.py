@@ -9,7 +9,7 @@ import torch
 
 from pagert._core.pump import OVERWRITE, READ, UPDATE
 
-from .geometry import byte_range, is_dense
+from .geometry import byte_range, fills_range, is_dense
 from .operands import Operands
 
 if TYPE_CHECKING:
@@ -33,7 +33,10 @@ def copy(
     the copy cannot fail for its shapes. Elements are converted and placed as `copy_` does it, so
     that a copy by ranges is bitwise the same as a whole one.
     """
-    mode = OVERWRITE if overwrite else UPDATE
+    shared = type(target) is cls and type(source) is cls and target._region is source._region
+    mode = OVERWRITE if overwrite and not shared and fills_range(target) else UPDATE
+    if cls._dispatcher.copy(target, source, mode, non_blocking):
+        return
     paged = [tensor for tensor in (target, source) if type(tensor) is cls]
     runtime: Any = paged[0]._runtime
     range_bytes = max(

@@ -19,7 +19,7 @@ from pagert.errors import UnsupportedOperator
 
 from . import factories, lists, views
 from .geometry import byte_range, describe
-from .operands import Operands, dense_at, footprint, leave
+from .operands import Operands, flat, geometry, leave
 from .plan import Kind, Plan, analyse
 
 if TYPE_CHECKING:
@@ -37,11 +37,10 @@ def make_dispatcher(cls: type[PagedTensor]) -> Dispatcher:
         cls,
         _plans,
         _make_plan,
-        footprint,
-        dense_at,
+        geometry,
+        flat,
         functools.partial(leave, cls),
-        torch.Tensor,
-        torch.strided,
+        lists.GROUPS_IN_DEVICE,
     )
 
 

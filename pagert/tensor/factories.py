@@ -35,6 +35,12 @@ def _like(
         return None
     template = torch.empty_strided(base.size(), base.stride(), dtype=base.dtype, device="meta")
     described = plan.op(template, *arguments[1:], **{**options, **_on_meta(plan, options)})
+    if described.numel() == 0:
+        # Kernels for the meta device give some empty tensors other strides. An empty one costs nothing.
+        template = torch.empty_strided(
+            base.size(), base.stride(), dtype=base.dtype, device=runtime.device
+        )
+        described = plan.op(template, *arguments[1:], **options)
     return cls._reserve(runtime, described.size(), described.stride(), described.dtype)
 
 

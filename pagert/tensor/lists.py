@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from .paged_tensor import PagedTensor
     from .plan import Plan
 
-__all__ = ["run_list"]
+__all__ = ["GROUPS_IN_DEVICE", "run_list"]
 
-_GROUPS_IN_DEVICE = 4  # a group takes at most this part of the device tier
+GROUPS_IN_DEVICE = 32  # a group takes at most this part of the device tier
 
 
 def run_list(
@@ -102,7 +102,7 @@ def _groups(
         for value in tensors:
             if index < len(value) and type(value[index]) is cls:
                 runtime = value[index]._runtime
-                limit_bytes = runtime.storage.nbytes() // _GROUPS_IN_DEVICE
+                limit_bytes = runtime.storage.nbytes() // GROUPS_IN_DEVICE
                 index_bytes += _page_bytes(value[index], runtime.page_bytes)
         if index > start and limit_bytes and group_bytes + index_bytes > limit_bytes:
             groups.append((start, index))

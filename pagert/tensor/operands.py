@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from pagert._core.operation import Footprint
-from pagert._core.pump import OVERWRITE, READ, UPDATE, Region
+from pagert._core.pump import OVERWRITE, READ, UPDATE
 from pagert.config import format_bytes
 from pagert.errors import ForeignTensor, OutOfFrames, UnsupportedOperator
 
@@ -26,11 +25,12 @@ if TYPE_CHECKING:
     from .paged_tensor import PagedTensor
     from .plan import Plan
 
-__all__ = ["Operands", "dense_at", "footprint", "leave"]
+__all__ = ["Operands", "flat", "geometry", "leave"]
 
 _MODE_NAMES = {READ: "read", UPDATE: "update", OVERWRITE: "overwrite"}
 _SEQUENCES = (list, tuple)
 _NONE: frozenset[int] = frozenset()
+_VIEW_TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class Operands:
@@ -257,21 +257,28 @@ class Operands:
         return explained
 
 
-def footprint(tensor: PagedTensor) -> Footprint | None:
-    """Note where the tensor's bytes lie in its region; None if it has none, or no region of a pump.
+def geometry(tensor: PagedTensor) -> torch.Tensor:
+    """Return a plain tensor of the same geometry over the same storage, which has no memory.
 
-    Other runtimes may bring regions of their own; their operators go the long way.
+    View kernels of PyTorch work on it without a dispatch to this package. It never gets out.
     """
-    offset_bytes, size_bytes = byte_range(tensor)
-    if not isinstance(tensor._region, Region) or size_bytes == 0:
-        return None
-    tensor._footprint = found = Footprint(tensor._region, offset_bytes, size_bytes)
+    # Below autograd's two layers, or it would know the tensor as its base and keep it alive.
+    with (
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING),
+        torch._C._DisableTorchDispatch(),
+    ):
+        return torch.ops.aten.alias.default(tensor)
+
+
+def flat(runtime: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return the device tier as one plain tensor; dense views are cut out of it."""
+    storage = runtime.storage
+    with torch.inference_mode(False):  # or it would be good for nothing else
+        found = torch.empty(0, dtype=dtype, device=storage.device)
+        found.set_(storage, 0, (storage.nbytes() // found.itemsize,), (1,))
+    runtime.flat[dtype] = found
     return found
-
-
-def dense_at(tensor: PagedTensor, device_bytes: int) -> torch.Tensor:
-    """Return the dense view of a tensor whose bytes are pinned at an address in the arena."""
-    return _dense_view(tensor, tensor._runtime.storage, device_bytes // tensor.itemsize)
 
 
 def leave(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import torch
 
@@ -20,13 +20,13 @@ from pagert.errors import PagerClosed, UnsupportedOperator, UnsupportedTensor
 
 from . import copying, gradients, persistence
 from .dispatch import make_dispatcher
-from .geometry import byte_range, contiguous_stride, describe, extent, is_dense
+from .geometry import byte_range, contiguous_stride, describe, extent, fills_range
 from .operands import Operands
 
 if TYPE_CHECKING:
     import numpy
 
-    from pagert._core.operation import Footprint
+    from pagert._core.operation import Dispatcher, Footprint
     from pagert._core.pump import Region
     from pagert.runtime import Runtime
 
@@ -103,6 +103,7 @@ class PagedTensor(torch.Tensor):
     _region: Region | None  # None: no bytes
     _runtime: Runtime
     _footprint: Footprint | None = None  # its bytes in the region; of this geometry only
+    _dispatcher: ClassVar[Dispatcher]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -155,11 +156,12 @@ class PagedTensor(torch.Tensor):
         cls, runtime: Runtime, source: torch.Tensor, dtype: torch.dtype | None = None
     ) -> PagedTensor:
         """Return a paged copy of a strided tensor. Dense layouts are kept."""
-        stride = source.stride() if is_dense(source.size(), source.stride()) else None
+        stride = source.stride() if fills_range(source) else None
         target = cls._reserve(runtime, source.size(), stride, dtype or source.dtype)
         if target._region is not None:
-            with torch.no_grad():
-                copying.copy(cls, target, source.detach(), overwrite=True, name="pagert.tensor")
+            if source.requires_grad:
+                source = source.detach()
+            copying.copy(cls, target, source, overwrite=True, name="pagert.tensor")
         return target
 
     def _rebind(self, other: PagedTensor) -> None:
@@ -400,5 +402,6 @@ def _has_bytes_of_its_own(kind: type[torch.Tensor]) -> bool:
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+PagedTensor._dispatcher = make_dispatcher(PagedTensor)
 # A bound method already: what a class method would be given as `cls` is always PagedTensor.
-PagedTensor.__torch_dispatch__ = staticmethod(make_dispatcher(PagedTensor).dispatch)  # type: ignore
+PagedTensor.__torch_dispatch__ = staticmethod(PagedTensor._dispatcher.dispatch)  # type: ignore

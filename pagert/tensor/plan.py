@@ -48,7 +48,7 @@ class Plan:
         "overwrites",
         "reason",
         "route",
-        "simple",
+        "short",
         "whole",
         "written",
     )
@@ -66,7 +66,7 @@ class Plan:
     reason: str  # why the operator is refused, and the remedy
     route: Callable[..., Any]
     call: Callable[..., Any]  # the operator below its Python wrapper
-    simple: bool  # DENSE without anything that needs a second look at a call
+    short: str | None  # the short way that its calls may take: "dense", "list", "view"
 
 
 # Operators that return an alias of their operand without saying so in their schema.
@@ -204,6 +204,17 @@ def _kind(op: torch._ops.OpOverload, base: str, outs: tuple[str, ...]) -> Kind:
     return Kind.DENSE
 
 
+def _short_way(plan: Plan) -> str | None:
+    if plan.kind is Kind.VIEW:
+        return "view"
+    if plan.overwrites is not None or plan.whole:
+        return None
+    if plan.kind is Kind.LIST:
+        # New tensors of a list are paged, and that is not simple.
+        return None if plan.op._schema.returns else "list"
+    return "dense" if plan.kind is Kind.DENSE else None
+
+
 def analyse(op: torch._ops.OpOverload) -> Plan:
     """Build the plan of an operator from its schema."""
     schema = op._schema
@@ -237,5 +248,5 @@ def analyse(op: torch._ops.OpOverload) -> Plan:
     plan.whole = op.namespace == "aten" and base in _WHOLE_STORAGE
     plan.reason = _REFUSED.get(base, "")
     plan.call = op._op
-    plan.simple = plan.kind is Kind.DENSE and plan.overwrites is None and not plan.whole
+    plan.short = _short_way(plan)
     return plan

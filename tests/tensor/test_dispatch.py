@@ -368,6 +368,12 @@ def test_factory_after_a_paged_tensor_is_paged_and_equal(pager, name):
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("factory", [torch.zeros_like, torch.ones_like, torch.clone])
+def test_factory_after_an_empty_view_has_the_strides_of_a_plain_one(pager, factory):
+    plain = torch.zeros(2, 0).t()
+    assert factory(pager.tensor(torch.zeros(2, 0)).t()).stride() == factory(plain).stride()
+
+
 def test_zeros_are_never_written(pager):
     paged = pager.tensor(torch.randn(5000))
     zeros = torch.zeros_like(paged)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+
 import pytest
 import torch
 
@@ -221,3 +224,79 @@ def test_alias_that_an_operator_returns_is_paged(pager):
         assert torch.equal(paged[2:], torch.arange(2.0, 12.0) + 1)
     else:
         assert torch.equal(result, torch.arange(2.0, 12.0))
+
+
+def test_the_same_view_twice_gives_two_tensors_with_a_geometry_of_their_own(pager):
+    paged = pager.tensor(samples())
+    one, other = paged.view(-1), paged.view(-1)
+    assert one is not other
+    one.unsqueeze_(0).t_()
+    one.add_(1)
+    assert one.shape == (96, 1) and other.shape == (96,) and paged.view(-1).shape == (96,)
+    assert torch.equal(other, samples().view(-1) + 1)
+
+
+def test_views_by_one_operator_with_other_arguments_are_not_mixed_up(pager):
+    plain = samples()
+    paged = pager.tensor(plain)
+    for _ in range(2):
+        for row in (0, 1, -1):
+            assert torch.equal(paged[row], plain[row])
+        for sizes in ([1, 3], [3, 1], 2):
+            for one, other in zip(paged.split(sizes), plain.split(sizes), strict=True):
+                assert torch.equal(one, other)
+        assert paged.view(torch.int32).dtype == torch.int32
+        assert paged.view(torch.int16).dtype == torch.int16
+
+
+def test_view_after_the_bytes_were_exchanged_shows_the_new_ones(pager):
+    paged, other = pager.tensor(samples()), pager.tensor(samples().mT.contiguous())
+    before = paged.view(-1)
+    paged.data = other
+    assert torch.equal(paged.view(-1), samples().mT.reshape(-1))
+    assert torch.equal(before, samples().view(-1))
+
+
+def test_view_first_taken_in_inference_mode_is_differentiable_afterwards(pager):
+    plain = samples().requires_grad_()
+    paged = pager.tensor(samples(), requires_grad=True)
+    with torch.inference_mode():
+        assert torch.equal(paged.transpose(0, 1), plain.transpose(0, 1))
+        assert torch.equal(paged * 1, plain * 1)
+    for leaf in (plain, paged):
+        view = leaf.transpose(0, 1)
+        assert not view.is_inference()
+        (view * view).sum().backward()
+    assert torch.equal(paged.grad, plain.grad)
+
+
+def test_tensor_that_was_used_and_looked_at_goes_with_its_last_reference(make_pager):
+    pager = make_pager(device_bytes=1 << 20)
+    if not hasattr(pager.pump, "state"):
+        pytest.skip("counts the pages of the real pump")
+    gc.disable()
+    try:
+        before = pager.pump.state()["reserved_pages"]
+        paged = pager.tensor(samples(), requires_grad=True)
+        (paged.permute(2, 0, 1) * paged.view(-1).view(6, 4, 4)).sum().backward()
+        with torch.no_grad():
+            paged.add_(paged.grad)
+        del paged
+        pager.zeros(1)  # what was let go of is released at the next call
+        assert pager.pump.state()["reserved_pages"] <= before + 1
+    finally:
+        gc.enable()
+
+
+def test_views_of_views_without_end_take_no_more_and_more_memory(pager):
+    view = paged = pager.tensor(samples())
+    tracemalloc.start()
+    try:
+        for turn in range(3001):
+            view = view.detach()  # autograd keeps a chain of its own for the other views
+            if turn == 1000:
+                before = tracemalloc.get_traced_memory()[0]
+        assert tracemalloc.get_traced_memory()[0] - before < 50_000
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(view, samples()) and torch.equal(paged, samples())

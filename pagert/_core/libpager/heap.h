@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * heap: evictable pages by the time of their next use, furthest first. A page's place in it is in its
- * links[LIST_POLICY].older, so that it can be taken out anywhere.
+ * heap: pages by the time of their next use, furthest first. A page's place in it is remembered, so that it can
+ * be taken out anywhere: in its links[LIST_POLICY].older while it is evictable, or beside its host frame.
  */
 #ifndef PAGERT_HEAP_H
 #define PAGERT_HEAP_H
@@ -15,27 +15,29 @@ typedef struct heap_item {
 typedef struct heap {
     heap_item *items;
     uint32_t count;
+    uint32_t *places; /* of host frames; NULL: of evictable pages */
 } heap;
 
-static inline uint64_t heap_bytes(const pagert_config *config)
+static inline uint64_t heap_bytes(const pagert_config *config, uint32_t tier)
 {
-    return (uint64_t)config->frame_count[PAGERT_DEVICE] * sizeof(heap_item);
+    return (uint64_t)config->frame_count[tier] * sizeof(heap_item);
 }
 
-static inline uint32_t *heap_place(pagert_pager *pager, uint32_t index)
+static inline uint32_t *heap_place(pagert_pager *pager, const heap *h, uint32_t index)
 {
-    return &pager->pages[index].links[LIST_POLICY].older;
+    page *p = &pager->pages[index];
+    return h->places != NULL ? &h->places[p->frame[PAGERT_HOST]] : &p->links[LIST_POLICY].older;
 }
 
 static inline uint32_t heap_time(pagert_pager *pager, const heap *h, uint32_t index)
 {
-    return h->items[*heap_place(pager, index)].time;
+    return h->items[*heap_place(pager, h, index)].time;
 }
 
 static inline void heap_put(pagert_pager *pager, heap *h, uint32_t place, heap_item item)
 {
     h->items[place] = item;
-    *heap_place(pager, item.page) = place;
+    *heap_place(pager, h, item.page) = place;
 }
 
 static inline void heap_sift_up(pagert_pager *pager, heap *h, uint32_t place, heap_item item)
@@ -67,7 +69,7 @@ static inline void heap_push(pagert_pager *pager, heap *h, uint32_t index, uint3
 
 static inline void heap_remove(pagert_pager *pager, heap *h, uint32_t index)
 {
-    uint32_t place = *heap_place(pager, index);
+    uint32_t place = *heap_place(pager, h, index);
     heap_item last = h->items[--h->count];
     if (last.page == index)
         return;

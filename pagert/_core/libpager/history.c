@@ -92,7 +92,7 @@ static uint32_t fresh_role(history *past)
         if (!used_before || (r->first_page == NONE && !history_keeps(past, r->last_event))) {
             if (!used_before)
                 past->roles_used = candidate + 1;
-            *r = (role){NONE, NONE};
+            *r = (role){NONE, NONE, 0};
             return candidate;
         }
     }
@@ -103,7 +103,7 @@ static bool equal(const event *a, const event *b)
 {
     if (a->kind != b->kind || a->count != b->count || a->offset != b->offset)
         return false;
-    return a->kind == EVENT_RESERVE || a->role == b->role;
+    return a->kind == EVENT_RESERVE || a->role == b->role || (a->age == b->age && a->age != AGE_OLD);
 }
 
 static uint32_t hash_of(uint32_t hash, const event *e)
@@ -111,7 +111,7 @@ static uint32_t hash_of(uint32_t hash, const event *e)
     hash = mix(hash, e->kind + 1);
     hash = mix(hash, e->offset);
     hash = mix(hash, e->count);
-    return e->kind == EVENT_RESERVE ? hash : mix(hash, e->role);
+    return e->kind == EVENT_RESERVE ? hash : mix(hash, e->age != AGE_OLD ? e->age : AGE_OLD + e->role);
 }
 
 /* Where the last CONTEXT events (the newest is `now - 1`) occurred before, or NONE. */
@@ -143,12 +143,35 @@ static uint32_t find_ahead(const history *past, const event *e)
     return 0;
 }
 
+/* The region of the newest event plays this role from now on, if nobody else does. */
+static void take_over(history *past, event *newest, uint32_t name)
+{
+    role *now = &past->roles[newest->role], *then = &past->roles[name];
+    if (then->first_page != NONE || now->first_page == NONE)
+        return;
+    past->regions[find_entry(past, now->first_page)] = name + 1;
+    *then = (role){now->first_page, past->now - 1, now->reserved_at};
+    now->first_page = NONE;
+    now->last_event = newest->previous;
+    newest->previous = history_event(past, past->cursor)->role == name ? past->cursor : NONE;
+    newest->role = name;
+}
+
 /* The newest event repeats the one at the cursor: what was planned for that one holds for it. */
 static void match(history *past)
 {
     event *newest = &past->events[(past->now - 1) & past->event_mask];
+    const event *then = history_event(past, past->cursor);
     newest->match = past->cursor;
-    newest->keep = history_event(past, past->cursor)->keep;
+    newest->keep = then->keep;
+    if (newest->kind != EVENT_RESERVE && newest->role != then->role && newest->role != NONE && then->role != NONE)
+        take_over(past, newest, then->role);
+}
+
+static uint8_t age_of(const history *past, uint32_t name)
+{
+    uint32_t age = name != NONE ? past->now - past->roles[name].reserved_at : AGE_OLD;
+    return age < AGE_OLD ? (uint8_t)age : AGE_OLD;
 }
 
 static void jump(history *past, uint32_t place, uint32_t run)
@@ -203,7 +226,9 @@ static void append(history *past, event e)
 void history_access(history *past, uint32_t first_page, uint32_t offset, uint32_t count, uint32_t mode,
                     bool last)
 {
-    append(past, (event){.role = role_of(past, first_page),
+    uint32_t name = role_of(past, first_page);
+    append(past, (event){.role = name,
+                         .age = age_of(past, name),
                          .offset = offset,
                          .count = count,
                          .kind = (uint8_t)mode,
@@ -223,6 +248,7 @@ void history_reserve(history *past, uint32_t first_page, uint32_t count)
         e.role = fresh_role(past);
     if (e.role != NONE) {
         past->roles[e.role].first_page = first_page;
+        past->roles[e.role].reserved_at = past->now;
         uint32_t at = find_entry(past, first_page);
         PAGERT_ASSERT(past->regions[at] == 0);
         past->regions[at] = e.role + 1;
@@ -239,7 +265,7 @@ void history_release(history *past, uint32_t first_page)
         remove_entry(past, at);
         past->roles[name].first_page = NONE;
     }
-    append(past, (event){.role = name, .kind = EVENT_RELEASE});
+    append(past, (event){.role = name, .kind = EVENT_RELEASE, .age = age_of(past, name)});
 }
 
 /* Whether the event is a use of the page; narrows [from, to) to pages of which the same is true. */

@@ -10,7 +10,8 @@
  *
  * Regions are known by roles. A region that is allocated where the prediction has an allocation of the same
  * size takes over the role of the one allocated then: gradients and activations are new regions in each
- * step, and their roles are not.
+ * step, and their roles are not. Where nothing is predicted yet, a young region is recognised by its age, and
+ * takes over the role of the one that had the same age at the same place.
  */
 #ifndef PAGERT_HISTORY_H
 #define PAGERT_HISTORY_H
@@ -26,12 +27,16 @@ typedef struct event {
     uint32_t match;         /* the event of the past that it repeats, or NONE */
     uint32_t keep;          /* pages to keep until it happens, as plan.c found, or NONE: not planned */
     uint8_t kind;
-    bool last; /* the last access of its pin */
+    uint8_t age; /* events since its region was allocated, or AGE_OLD */
+    bool last;   /* the last access of its pin */
 } event;
+
+#define AGE_OLD 64
 
 typedef struct role {
     uint32_t first_page; /* the region that has it now, or NONE */
     uint32_t last_event; /* or NONE */
+    uint32_t reserved_at;
 } role;
 
 typedef struct history {

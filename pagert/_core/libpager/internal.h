@@ -184,6 +184,10 @@ struct pagert_policy {
     void (*reserved)(pagert_pager *pager, uint32_t first_page, uint32_t page_count);
     void (*released)(pagert_pager *pager, uint32_t first_page);
     bool (*upcoming)(pagert_pager *pager, uint32_t *first_page, uint32_t *page_count, uint32_t *time);
+    /* Pages whose fastest copy is the host's, likewise; the victim stays known until host_remove(). */
+    void (*host_insert)(pagert_pager *pager, uint32_t index);
+    void (*host_remove)(pagert_pager *pager, uint32_t index);
+    uint32_t (*host_victim)(pagert_pager *pager);
     uint32_t (*writable)(pagert_pager *pager); /* a dirty page that is best written now, or NONE */
 };
 

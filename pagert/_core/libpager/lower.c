@@ -61,6 +61,11 @@ static enum departure start_departure(pagert_pager *pager)
     for (uint32_t list = 0; list < HOST_LISTS; list++) {
         bool may_drop = list == HOST_SHADOW && !pager->flushing;
         uint32_t index = pager->host_lists[list].oldest;
+        if (list == HOST_ONLY && pager->policy->host_victim != NULL) {
+            uint32_t best = pager->policy->host_victim(pager);
+            if (best != NONE && pager->pages[best].queue == QUEUE_NONE)
+                index = best;
+        }
         while (index != NONE && !may_drop && pager->pages[index].queue != QUEUE_NONE)
             index = pager->pages[index].links[LIST_HOST].younger; /* it moves within the device now */
         if (index == NONE)

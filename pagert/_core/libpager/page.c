@@ -76,6 +76,11 @@ void page_relist(pagert_pager *pager, uint32_t index)
     }
     uint32_t listed = (p->flags & PAGE_HOST_LIST) >> PAGE_HOST_LIST_SHIFT;
     if (list != listed) {
+        const pagert_policy *policy = pager->policy;
+        if (policy->host_remove != NULL && listed == 1 + HOST_ONLY)
+            policy->host_remove(pager, index);
+        if (policy->host_insert != NULL && list == 1 + HOST_ONLY)
+            policy->host_insert(pager, index);
         if (listed != 0)
             list_remove(pager, &pager->host_lists[listed - 1], LIST_HOST, index);
         if (list != 0)

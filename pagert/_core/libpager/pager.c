@@ -56,6 +56,7 @@ int pagert_init(const pagert_config *config, void *memory, uint64_t memory_bytes
     pagert_pager *pager = memory;
     pager->config = *config;
     pager->page_shift = (uint32_t)__builtin_ctzll(config->page_bytes);
+    pager->lower_tier = configured(pager, PAGERT_HOST) ? PAGERT_HOST : PAGERT_FLASH;
     pager->pages = (page *)(void *)(base + at.pages);
     pager->frames = (device_frame *)(void *)(base + at.frames);
     for (uint32_t frame = 0; frame < config->frame_count[PAGERT_DEVICE]; frame++)

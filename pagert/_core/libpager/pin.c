@@ -514,11 +514,13 @@ static uint32_t fetch_ahead(pagert_pager *pager, uint32_t backlog_max)
     return started;
 }
 
-/* Write dirty pages that will have to go while no link has anything to do. Only into frames that are free. */
+/* Write dirty pages that will have to go while the links have little to do. Only into frames that are free: to
+ * drop a host copy for one would make another page dirty again, and that without end. */
 static uint32_t write_ahead(pagert_pager *pager)
 {
     uint32_t started = 0;
-    while (!pager->write_ahead_failed && frame_set_free_count(&pager->sets[pager->lower_tier]) > 0 &&
+    while (!pager->write_ahead_failed && pager->queues[QUEUE_HOST_WAIT].count == 0 &&
+           frame_set_free_count(&pager->sets[pager->lower_tier]) > 0 &&
            pager->in_flight + writeback_backlog(pager) < WRITES_AHEAD) {
         uint32_t index = pager->policy->writable(pager);
         if (index == NONE)

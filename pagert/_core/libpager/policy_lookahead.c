@@ -17,6 +17,7 @@
  */
 #include "heap.h"
 #include "history.h"
+#include "host_order.h"
 #include "list.h"
 #include "plan.h"
 
@@ -37,6 +38,7 @@ enum {
     RECHECKS_MAX = 32,
     REFRESHED_PER_ACCESS = 8,
     AHEAD_SHARE = 32,       /* this part of the device is for pages fetched ahead */
+    SLACK_SHARE = 64,       /* of the time until the best victim's use: see is_as_good() */
     PLAN_STEPS = 1024,      /* of the plan, with each access */
 };
 
@@ -45,6 +47,7 @@ typedef struct lookahead {
     plan next;
     heap heaps[HEAPS];
     page_list unknown;
+    host_order below;
     uint32_t behind;      /* the cursor when `ahead_pages` was counted */
     uint32_t ahead;       /* next event of the past to prefetch for */
     uint64_t ahead_pages; /* pages of the events after `behind` and before `ahead` */
@@ -52,6 +55,7 @@ typedef struct lookahead {
     uint32_t key_epoch;   /* likewise when the last keys were set anew */
     uint32_t refreshed;   /* device frames whose page's key was set anew since then */
     bool fetches_ahead;   /* somebody has asked what comes: frames are set aside for it */
+    uint32_t last_victim; /* or NONE */
     uint32_t looked_up;   /* first page of the region of `found`, which was true at `looked_up_at` */
     uint32_t looked_up_at, looked_up_epoch;
     use found;
@@ -61,7 +65,8 @@ static lookahead *state_of(const pagert_pager *pager) { return pager->policy_sta
 
 static uint64_t state_bytes(const pagert_config *config)
 {
-    return sizeof(lookahead) + 64 + HEAPS * heap_bytes(config) + plan_bytes() + history_bytes();
+    return sizeof(lookahead) + 64 + HEAPS * heap_bytes(config, PAGERT_DEVICE) + plan_bytes() +
+           history_bytes() + host_order_bytes(config);
 }
 
 static void init(pagert_pager *pager)
@@ -74,10 +79,11 @@ static void init(pagert_pager *pager)
     memory += plan_bytes();
     for (uint32_t standing = 0; standing < HEAPS; standing++) {
         state->heaps[standing].items = (heap_item *)(void *)memory;
-        memory += heap_bytes(&pager->config);
+        memory += heap_bytes(&pager->config, PAGERT_DEVICE);
     }
+    host_order_init(&state->below, &pager->config, memory);
     list_init(&state->unknown);
-    state->looked_up = NONE;
+    state->looked_up = state->last_victim = NONE;
 }
 
 /* The next use of a page, or NULL. Pages of one access are asked for one after the other: the last answer is
@@ -231,6 +237,37 @@ static bool may_go(const pagert_pager *pager, uint32_t standing, uint32_t time)
     return !spare || standing < STAYS_ONE || !is_planned(state_of(pager));
 }
 
+/* Whether the page is as good a victim as the best one. Windows of several pages are as good as equal where
+ * one is used a little sooner: that costs less than to take pages from everywhere, since what remains of a
+ * window that lost some has to move when it is needed again. */
+static bool is_as_good(pagert_pager *pager, uint32_t index, uint32_t standing, heap_item best)
+{
+    const lookahead *state = state_of(pager);
+    const page *p = &pager->pages[index];
+    if (!has(p, PAGE_EVICTABLE) || (p->failed_link & STANDING_MASK) != standing || !reappraise(pager, index))
+        return false;
+    uint32_t time = heap_time(pager, &state->heaps[standing], index);
+    uint32_t slack = next_use(pager, index)->event->count > 1 && best.time > state->past.now
+                         ? (best.time - state->past.now) / SLACK_SHARE
+                         : 0;
+    return time + slack >= best.time;
+}
+
+/* A victim as good as the best one: the neighbour of the last victim, so that a window that lost a page loses
+ * all before another loses any; else the first page of the best one's window. */
+static uint32_t in_order(pagert_pager *pager, uint32_t standing, heap_item best)
+{
+    lookahead *state = state_of(pager);
+    uint32_t next = state->last_victim + 1, region = pager->pages[best.page].region;
+    if (next != 0 && next < pager->config.page_count && !has(&pager->pages[next], PAGE_HEAD) &&
+        is_as_good(pager, next, standing, best))
+        return next;
+    uint32_t first = best.page;
+    while (first > region && is_as_good(pager, first - 1, standing, best))
+        first--;
+    return first;
+}
+
 static uint32_t victim(pagert_pager *pager, bool clean_only)
 {
     lookahead *state = state_of(pager);
@@ -249,7 +286,9 @@ static uint32_t victim(pagert_pager *pager, bool clean_only)
         heap_item top = state->heaps[standing].items[0];
         if (!reappraise(pager, top.page))
             continue;
-        return may_go(pager, standing, top.time) ? top.page : NONE;
+        if (!may_go(pager, standing, top.time))
+            return NONE;
+        return clean_only ? top.page : (state->last_victim = in_order(pager, standing, top));
     }
     if (pager->look_ahead_only)
         return NONE;
@@ -271,6 +310,21 @@ static uint32_t writable(pagert_pager *pager)
             return reappraise(pager, index) ? index : NONE;
     }
     return NONE;
+}
+
+static void host_insert(pagert_pager *pager, uint32_t index)
+{
+    host_order_insert(pager, &state_of(pager)->below, &state_of(pager)->past, index);
+}
+
+static void host_remove(pagert_pager *pager, uint32_t index)
+{
+    host_order_remove(pager, &state_of(pager)->below, index);
+}
+
+static uint32_t host_victim(pagert_pager *pager)
+{
+    return host_order_victim(pager, &state_of(pager)->below, &state_of(pager)->past);
 }
 
 /* After a jump of the cursor: set the keys anew, step by step. */
@@ -405,6 +459,9 @@ const pagert_policy *pagert_policy_lookahead(void)
         .released = released,
         .upcoming = upcoming,
         .writable = writable,
+        .host_insert = host_insert,
+        .host_remove = host_remove,
+        .host_victim = host_victim,
     };
     return &table;
 }
