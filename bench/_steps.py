@@ -7,6 +7,7 @@ They are the one of `make demo`, and a transformer made on the spot; fp32, fused
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -154,4 +155,5 @@ def contest(settings: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Answer]]
             return found
 
         yield {"state_bytes": state_bytes, "threads": torch.get_num_threads(),
+            "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
                "page_bytes": pager.page_bytes if pager else None}, answer  # fmt: skip
