@@ -126,7 +126,8 @@ def measure(job: Job, settings: dict[str, Any], steps: int, seed: int) -> dict[s
         print(
             f"\n{job.name}: {ready['state_bytes'] / 1e9:.2f} GB of training state, device budget "
             f"{job.device_bytes / MIB:.0f} MiB, pages of {page_bytes >> 10} KiB, batch {job.batch} by {job.seq}, "
-            f"policy {settings['policy']}, {ready['threads']} threads, OMP_WAIT_POLICY {ready['omp_wait_policy']}; flash alone: {flash.ready}\n"
+            f"policy {settings['policy']}, {ready['threads']} threads, "
+            f"OMP_WAIT_POLICY {ready['omp_wait_policy']}; flash alone: {flash.ready}\n"
             f"{'step':>5}{'paged s':>9}{'unpaged':>9}{'flash alone':>13}{'ratio':>7}{'stall s':>9}{'faults':>8}"
             f"{'prefetched':>12}{'read GB':>9}{'written GB':>12}{'moved GB':>10}{'filled GB':>11}  processor s"
         )
