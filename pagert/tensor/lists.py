@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUPS_IN_DEVICE", "run_list"]
 
-GROUPS_IN_DEVICE = 32  # a group takes at most this part of the device tier
+GROUPS_IN_DEVICE = 128  # a group takes at most this part of the device tier
 
 
 def run_list(

@@ -184,6 +184,16 @@ static void jump(history *past, uint32_t place, uint32_t run)
         match(past);
 }
 
+/* Regions are released when their last user is gone, a little earlier or later than the last time: that is no
+ * other sequence. */
+static bool only_releases(const history *past, uint32_t skipped)
+{
+    for (uint32_t k = 1; k < skipped; k++)
+        if (history_event(past, past->cursor + k)->kind != EVENT_RELEASE)
+            return false;
+    return true;
+}
+
 /* The newest event is in the ring at now - 1; `reach` and the cursor are as before it. */
 static void follow(history *past, const event *e)
 {
@@ -200,14 +210,19 @@ static void follow(history *past, const event *e)
         return;
     }
     uint32_t skipped = past->cursor != NONE ? find_ahead(past, e) : 0;
-    if (skipped > 0 && past->cursor + skipped < newest)
-        jump(past, past->cursor + skipped, past->run / 2);
-    else if (place != NONE)
+    if (skipped > 0 && past->cursor + skipped < newest) {
+        bool in_order = only_releases(past, skipped);
+        past->cursor += skipped;
+        past->run = in_order ? past->run + 1 : past->run / 2;
+        past->misses = 0;
+        match(past);
+    } else if (place != NONE) {
         jump(past, place, CONTEXT);
-    else if (past->cursor != NONE && ++past->misses > MISSES_MAX)
+    } else if (past->cursor != NONE && ++past->misses > MISSES_MAX) {
         jump(past, NONE, 0);
-    else
+    } else if (e->kind != EVENT_RELEASE) {
         past->run = 0;
+    }
 }
 
 static void append(history *past, event e)

@@ -199,6 +199,7 @@ struct pagert_policy {
     void (*reserved)(pagert_pager *pager, uint32_t first_page, uint32_t page_count);
     void (*released)(pagert_pager *pager, uint32_t first_page);
     bool (*upcoming)(pagert_pager *pager, uint32_t *first_page, uint32_t *page_count, uint32_t *time);
+    void (*fetched)(pagert_pager *pager); /* that is on its way now */
     /* Pages whose fastest copy is the host's, likewise; the victim stays known until host_remove(). */
     void (*host_insert)(pagert_pager *pager, uint32_t index);
     void (*host_remove)(pagert_pager *pager, uint32_t index);

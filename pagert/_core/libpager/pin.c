@@ -516,6 +516,7 @@ static uint32_t fetch_ahead(pagert_pager *pager, uint32_t backlog_max)
         pager->look_ahead_only = false;
         if (placed != 1)
             break;
+        pager->policy->fetched(pager);
         started += page_count;
     }
     return started;
@@ -540,10 +541,19 @@ static uint32_t write_ahead(pagert_pager *pager)
     return started;
 }
 
+/* A pin that found no room yet holds nothing: what it needs could go, and come back, without end. */
+static bool is_waited_for(const pagert_pager *pager)
+{
+    for (const pagert_pin *pin = pager->unready; pin != NULL; pin = pin->next)
+        if (pin->state == PIN_WAITING || pin->state == PIN_REPACKING)
+            return true;
+    return false;
+}
+
 uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max)
 {
     uint32_t index;
-    if (pager->policy->upcoming == NULL)
+    if (pager->policy->upcoming == NULL || is_waited_for(pager))
         return 0;
     while ((index = pager->policy->leaver(pager)) != NONE)
         page_start_leaving(pager, index);

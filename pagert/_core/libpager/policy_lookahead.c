@@ -500,11 +500,18 @@ static bool upcoming(pagert_pager *pager, uint32_t *first_page, uint32_t *page_c
             *first_page = first + e->offset;
             *page_count = e->count;
             *time = past->now - 1 + (state->ahead - past->cursor);
-            state->ahead_pages -= pages_of(e); /* it is looked at again */
+            state->ahead_pages -= pages_of(e); /* it is looked at again, until it is on its way */
             return shadow_affords_fetch(pager, *first_page, *page_count);
         }
     }
     return false;
+}
+
+/* What upcoming() said last is on its way: once is enough, whatever happens to it. */
+static void fetched(pagert_pager *pager)
+{
+    lookahead *state = state_of(pager);
+    state->ahead_pages += pages_of(history_event(&state->past, state->ahead++));
 }
 
 const pagert_policy *pagert_policy_lookahead(void)
@@ -522,6 +529,7 @@ const pagert_policy *pagert_policy_lookahead(void)
         .reserved = reserved,
         .released = released,
         .upcoming = upcoming,
+        .fetched = fetched,
         .leaver = leaver,
         .writable = writable,
         .host_insert = host_insert,
