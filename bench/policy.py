@@ -3,9 +3,10 @@
 
 Each job is trained for a few steps under a pager that records; traces are kept in a folder, and recorded again
 when it is removed. Every policy then runs on each trace with the budget of the recording and with larger ones. A
-step's bytes are those of steady state: the first two steps and the last are left out. Lookahead runs without and with
-prefetch; it may move more with it, and fewer operators wait. 'written' is the optimum for policies that may not
-throw away dirty pages, as none that runs may; 'min' throws those away that are overwritten or released next.
+step's bytes are those of steady state: the first four steps, in which lookahead learns, and the last are left out.
+Lookahead runs without and with prefetch; it may move more with it, and fewer operators wait. 'written' is the optimum
+for policies that may not throw away dirty pages, as none that runs may; 'min' throws those away that are overwritten
+or released next.
 
 libCacheSim, where installed, counts the misses of LRU and of Belady's algorithm independently on the page uses of each
 trace, one page at a time.
@@ -172,7 +173,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--smoke", action="store_true", help="small and quick: does it run at all")
     parser.add_argument("--folder", type=Path, help="where traces are kept (.cache/traces)")
     parser.add_argument("--job", action="append", help="only this one (may be repeated)")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps to record (5)")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps to record (8)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     chosen = parser.parse_args(arguments)
     folder = chosen.folder or Path(".cache") / ("traces-smoke" if chosen.smoke else "traces")

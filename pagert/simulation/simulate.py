@@ -53,11 +53,12 @@ class Simulation(Counts):
     def steady_steps(self) -> tuple[Counts, ...]:
         """The steps that stand for all others.
 
-        Finished ones, without the first two, in which optimizer state comes to be and a policy learns, and
-        without the last, after which the optimum need keep nothing; as far as there are enough of them.
+        Finished ones, without the first four, in which optimizer state comes to be and lookahead learns and
+        plans, and without the last, after which the optimum need keep nothing; as far as there are enough of
+        them.
         """
         finished = self.steps[: self.finished_steps] or self.steps
-        return finished[2:-1] or finished[1:-1] or finished[-1:]
+        return finished[4:-1] or finished[2:-1] or finished[1:-1] or finished[-1:]
 
 
 def simulate(

@@ -94,6 +94,8 @@ def test_steps_sum_up_to_the_whole() -> None:
             assert sum(getattr(step, name) for step in found.steps) == getattr(found, name)
     short = pagert.simulate(training(2), capacity_pages=100)
     assert short.steady_steps == short.steps[1:]
+    long = pagert.simulate(training(8), capacity_pages=100)
+    assert long.steady_steps == long.steps[4:7]
 
 
 def test_without_scipy_min_is_exact_on_reads_and_says_what_it_needs_else(
