@@ -55,7 +55,11 @@ class Shim:
 
 
 def open_pager(setup: str, folder: str, **settings) -> pagert.Pager:
-    settings = {"deadline_seconds": 60, **settings}
+    """Open a pager of which it is known where pages lie: no prediction brings them before they are asked for.
+
+    Failures under lookahead are what tests/c/pager_stress.c is for.
+    """
+    settings = {"deadline_seconds": 60, "policy": "lru", **settings}
     return pagert.Pager(
         device_bytes="1MiB", flash_path=folder, flash_bytes="16MiB", page_bytes=4096,
         io_backend="threads", **SETUPS[setup], **settings,
