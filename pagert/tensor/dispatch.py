@@ -40,7 +40,7 @@ def make_dispatcher(cls: type[PagedTensor]) -> Dispatcher:
         geometry,
         flat,
         functools.partial(leave, cls),
-        lists.GROUPS_IN_DEVICE,
+        lists.WHOLE_IN_DEVICE,
     )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators on lists of tensors, group by group: `_foreach_*`, `_fused_adam_`, `_amp_foreach_*`.
 
-They do the same to each index of their lists, so a list may be cut anywhere. A group is small
-enough that its operands fit the device tier and leave room for the pages of the next one.
+They do the same to each index of their lists, so a list may be cut anywhere. Lists that take a good part of
+the device tier are cut into small groups, so that one is fetched and one is written while one runs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from .paged_tensor import PagedTensor
     from .plan import Plan
 
-__all__ = ["GROUPS_IN_DEVICE", "run_list"]
+__all__ = ["WHOLE_IN_DEVICE", "run_list"]
 
-GROUPS_IN_DEVICE = 128  # a group takes at most this part of the device tier
+WHOLE_IN_DEVICE = 4  # lists that take at most this part of the device tier are not cut
+GROUPS_IN_DEVICE = 128  # of others, a group takes at most this part
 
 
 def run_list(
@@ -95,16 +96,19 @@ def _groups(
     cls: type[PagedTensor], tensors: Sequence[Sequence[Any]], length: int
 ) -> list[tuple[int, int]]:
     """Cut the indices into ranges whose paged operands take at most a part of the device tier."""
+    sizes = [0] * length
+    device_bytes = 0
+    for value in tensors:
+        for index, tensor in enumerate(value):
+            if type(tensor) is cls:
+                device_bytes = tensor._runtime.storage.nbytes()
+                sizes[index] += _page_bytes(tensor, tensor._runtime.page_bytes)
+    if sum(sizes) <= device_bytes // WHOLE_IN_DEVICE:
+        return [(0, length)]
     groups: list[tuple[int, int]] = []
     start, group_bytes = 0, 0
-    for index in range(length):
-        index_bytes, limit_bytes = 0, 0
-        for value in tensors:
-            if index < len(value) and type(value[index]) is cls:
-                runtime = value[index]._runtime
-                limit_bytes = runtime.storage.nbytes() // GROUPS_IN_DEVICE
-                index_bytes += _page_bytes(value[index], runtime.page_bytes)
-        if index > start and limit_bytes and group_bytes + index_bytes > limit_bytes:
+    for index, index_bytes in enumerate(sizes):
+        if index > start and group_bytes + index_bytes > device_bytes // GROUPS_IN_DEVICE:
             groups.append((start, index))
             start, group_bytes = index, 0
         group_bytes += index_bytes
