@@ -106,9 +106,9 @@ static bool equal(const event *a, const event *b)
     return a->kind == EVENT_RESERVE || a->role == b->role || (a->age == b->age && a->age != AGE_OLD);
 }
 
-static uint32_t hash_of(uint32_t hash, const event *e)
+static uint32_t hash_of(const event *e)
 {
-    hash = mix(hash, e->kind + 1);
+    uint32_t hash = mix(0, e->kind + 1u);
     hash = mix(hash, e->offset);
     hash = mix(hash, e->count);
     return e->kind == EVENT_RESERVE ? hash : mix(hash, e->age != AGE_OLD ? e->age : AGE_OLD + e->role);
@@ -121,7 +121,7 @@ static uint32_t recall_place(history *past)
         return NONE;
     uint32_t newest = past->now - 1, hash = 0;
     for (uint32_t k = 0; k < CONTEXT; k++)
-        hash = hash_of(hash, history_event(past, newest - k));
+        hash = mix(hash, history_event(past, newest - k)->hash);
     uint32_t *entry = &past->recall[hash & past->recall_mask];
     uint32_t place = *entry - 1;
     *entry = newest + 1;
@@ -155,6 +155,7 @@ static void take_over(history *past, event *newest, uint32_t name)
     now->last_event = newest->previous;
     newest->previous = history_event(past, past->cursor)->role == name ? past->cursor : NONE;
     newest->role = name;
+    newest->hash = hash_of(newest);
 }
 
 /* The newest event repeats the one at the cursor: what was planned for that one holds for it. */
@@ -233,6 +234,7 @@ static void append(history *past, event e)
         e.previous = past->roles[e.role].last_event;
         past->roles[e.role].last_event = index;
     }
+    e.hash = hash_of(&e);
     past->events[index & past->event_mask] = e;
     follow(past, &e);
     past->unplanned += is_access(&e) && history_event(past, index)->keep == NONE;

@@ -25,6 +25,7 @@ typedef struct event {
     uint32_t offset, count; /* pages within the region; of EVENT_RESERVE: 0 and its size */
     uint32_t previous;      /* the event before it with the same role, or NONE */
     uint32_t match;         /* the event of the past that it repeats, or NONE */
+    uint32_t hash;          /* of what makes it equal to another */
     uint32_t keep;          /* pages to keep until it happens, as plan.c found, or NONE: not planned */
     uint8_t kind;
     uint8_t age; /* events since its region was allocated, or AGE_OLD */
