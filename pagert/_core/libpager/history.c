@@ -114,8 +114,8 @@ static uint32_t hash_of(const event *e)
     return e->kind == EVENT_RESERVE ? hash : mix(hash, e->age != AGE_OLD ? e->age : AGE_OLD + e->role);
 }
 
-/* Where the last CONTEXT events (the newest is `now - 1`) occurred before, or NONE. */
-static uint32_t recall_place(history *past)
+/* Note where the last CONTEXT events (the newest is `now - 1`) occurred: here. What was noted before, or NONE. */
+static uint32_t note_place(history *past)
 {
     if (past->now < CONTEXT)
         return NONE;
@@ -125,12 +125,19 @@ static uint32_t recall_place(history *past)
     uint32_t *entry = &past->recall[hash & past->recall_mask];
     uint32_t place = *entry - 1;
     *entry = newest + 1;
+    return place;
+}
+
+/* Whether the last CONTEXT events are those that end at `place`. */
+static bool is_recalled(const history *past, uint32_t place)
+{
+    uint32_t newest = past->now - 1;
     if (place == NONE || place < CONTEXT || place == newest || !history_keeps(past, place - CONTEXT))
-        return NONE;
+        return false;
     for (uint32_t k = 0; k < CONTEXT; k++)
         if (!equal(history_event(past, place - k), history_event(past, newest - k)))
-            return NONE;
-    return place;
+            return false;
+    return true;
 }
 
 /* How far ahead of the cursor the prediction has this event, at most WINDOW; 0: not there. */
@@ -199,7 +206,7 @@ static bool only_releases(const history *past, uint32_t skipped)
 static void follow(history *past, const event *e)
 {
     uint32_t newest = past->now - 1;
-    uint32_t place = recall_place(past);
+    uint32_t place = note_place(past);
     if (past->cursor != NONE && !history_keeps(past, past->cursor))
         past->cursor = NONE;
     if (past->cursor != NONE && past->cursor + 1 < newest &&
@@ -217,7 +224,7 @@ static void follow(history *past, const event *e)
         past->run = in_order ? past->run + 1 : past->run / 2;
         past->misses = 0;
         match(past);
-    } else if (place != NONE) {
+    } else if (is_recalled(past, place)) {
         jump(past, place, CONTEXT);
     } else if (past->cursor != NONE && ++past->misses > MISSES_MAX) {
         jump(past, NONE, 0);
