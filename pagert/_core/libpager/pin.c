@@ -9,6 +9,7 @@
 #include "shadow.h"
 
 /* FAILED holds its pages until it is unpinned, REFUSED never held any. */
+enum { FEW = 16 };           /* accesses that are compared with each other without more ado */
 enum { WRITES_AHEAD = 16 }; /* transfers that go on at most when one more page is written ahead */
 enum { PIN_NEW, PIN_WAITING, PIN_REPACKING, PIN_PLACED, PIN_READY, PIN_FAILED, PIN_REFUSED, PIN_RELEASED };
 
@@ -96,14 +97,32 @@ static bool is_window(const pagert_pager *pager, uint32_t first, uint32_t count)
     return true;
 }
 
+/* Whether no two accesses are of one region, so that none overlap: what lists of tensors have. */
+static bool is_spread(const pagert_pin *pin)
+{
+    enum { PLACES = 1024 };
+    uint32_t seen[PLACES] = {0}; /* 1 + first page of a region */
+    if (pin->access_count > PLACES / 2)
+        return false;
+    for (uint32_t k = 0; k < pin->access_count; k++) {
+        uint32_t region = pin->accesses[k].region.first_page + 1, place = region * 0x9e3779b1u >> 22;
+        for (; seen[place] != 0; place = (place + 1) % PLACES)
+            if (seen[place] == region)
+                return false;
+        seen[place] = region;
+    }
+    return true;
+}
+
 /* Accesses whose pages overlap need one window: the first of them stands for all. */
 static void find_spans(pagert_pin *pin)
 {
+    bool apart = pin->access_count > FEW && is_spread(pin);
     for (uint32_t k = 0; k < pin->access_count; k++) {
         pagert_access *a = &pin->accesses[k];
         a->span_first = a->first_page;
         a->span_count = a->page_count;
-        for (uint32_t j = 0; j < k; j++) {
+        for (uint32_t j = 0; j < k && !apart; j++) {
             pagert_access *b = &pin->accesses[j];
             if (b->span_count == 0 || b->span_first >= a->span_first + a->span_count ||
                 a->span_first >= b->span_first + b->span_count)
