@@ -155,10 +155,11 @@ int pagert_unpin(pagert_pager *pager, pagert_pin *pin);
  * resident or on its way, 0 if there was no room, or an error as for a pin. */
 int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes);
 
-/* Start the fetch of what the policy expects next, nearest use first, never evicting a page that is needed
- * sooner, while fewer than `backlog_max` pages wait for their fetch to start. How many pages were started;
- * 0 with a policy that expects nothing. Call it when a pin was granted or let go of and when a transfer has
- * completed. */
+/* Do ahead of time what the policy expects to be needed: evict pages that will go and cost no transfer; start the
+ * fetch of what comes next, nearest use first, never evicting a page that is needed sooner, while fewer than
+ * `backlog_max` pages wait for their fetch to start; start to write dirty pages that will go, while little is in
+ * flight. How many pages were started; 0 with a policy that expects nothing, and while a pin waits for room. Call
+ * it when a pin was granted or let go of and when a transfer has completed. */
 uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max);
 
 /* Leave the device: start eviction of the range's unheld pages. Returns how many pages of the range

@@ -268,7 +268,7 @@ cdef class Core:
         return bool(check(pagert_prefetch(self._pager, _region(region), offset_bytes, size_bytes)))
 
     def look_ahead(self, backlog_max):
-        """Start the fetch of what the policy expects; how many pages were started."""
+        """Evict, fetch and write ahead of time as the policy expects; how many pages were started."""
         return pagert_look_ahead(self._pager, backlog_max)
 
     def evict(self, region, offset_bytes, size_bytes):
