@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -117,6 +118,8 @@ class Runtime:
         arena = torch.frombuffer(self.pump.arena, dtype=torch.uint8)
         self.storage: torch.UntypedStorage = arena.untyped_storage()
         self.flat: dict[torch.dtype, torch.Tensor] = {}  # the same as one tensor, once it is asked for
+        # Work that waits for somebody to need its tensors, in the order in which it came. See tensor/deferred.py.
+        self.deferred: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         info = self.pump.flash_info
         self._flash_backend = None if info is None else info["backend"]
         self._flash_direct = None if info is None else info["direct"]
@@ -148,14 +151,22 @@ class Runtime:
     def flush(self) -> None:
         """Write every changed page that no operator holds to the tier below. Blocks until that is done.
 
-        Pages stay resident; evicting them costs nothing afterwards.
+        Updates that an optimizer has deferred run before. Pages stay resident; evicting them costs nothing afterwards.
 
         Raises
         ------
         TierFull, TransferError
             A page could not be written. It stays where it is, changed; nothing is lost.
         """
+        self.settle()
         self.pump.flush()
+
+    def settle(self) -> bool:
+        """Run what is deferred, in the order in which it came. Blocks. Returns whether there was anything to run."""
+        waiting = [work for work in list(self.deferred.values()) if work.waits]
+        for work in waiting:
+            work.run()
+        return bool(waiting)
 
     def close(self) -> None:
         """Give back the tiers. Blocks until nothing is in flight. Idempotent; tensors are unusable afterwards."""

@@ -22,6 +22,11 @@ POISON = 0xFF
 
 
 class FakeRegion:
+    deferred = None
+
+    def settle(self) -> None:
+        pass
+
     def __init__(self, pump: FakePump, size_bytes: int) -> None:
         self.pump = pump
         self.size_bytes = size_bytes

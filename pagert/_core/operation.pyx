@@ -275,6 +275,8 @@ cdef class Dispatcher:
             footprint.measure(tensor if footprint.geometry is None else footprint.geometry)
         if footprint.size_bytes == 0:
             return False
+        if footprint.region.deferred is not None:
+            footprint.region.settle()
         if call.pump is None:
             call.pump = footprint.region.pump
         elif footprint.region.pump is not call.pump:

@@ -78,6 +78,12 @@ cdef struct held_pin:
     pagert_access accesses[1]   # as many as the pin has
 
 
+# What a region's last owner leaves for the pump, which frees it; `later` comes first, so that both share an address.
+cdef struct region_node:
+    pagert_release_node later
+    uint32_t owner_count
+
+
 cdef class Region
 
 cdef class Pump:
@@ -113,10 +119,15 @@ cdef class Pump:
 
 cdef class Region:
     cdef pagert_region handle
-    cdef pagert_release_node *node   # owned until it is given to the pump
+    cdef region_node *node           # the owners' together, until the last gives it to the pump
     cdef readonly Pump pump
     cdef readonly uint64_t size_bytes
     cdef uint64_t serial             # its number in the order of reservation; for recorders
+    # None, or what has to `run()` before anyone looks at the bytes. It must not hold this owner, but one of its own:
+    # there are no cycles here that anybody would collect.
+    cdef public object deferred
+
+    cpdef settle(self)
 
 cdef class Pin:
     cdef held_pin *held              # owned; NULL once released

@@ -11,8 +11,15 @@ UPDATE: int
 OVERWRITE: int
 
 class Region:
-    """A range of virtual pages that backs one storage. Released when collected, without a lock."""
+    """A range of virtual pages that backs one storage. Released when its last owner is collected, without a lock."""
 
+    deferred: Any
+    """None, or what has to `run()` before anyone looks at the bytes. It must not hold this owner."""
+
+    def share(self) -> Region:
+        """Another owner of the same pages, which does not wait for what is deferred."""
+    def settle(self) -> None:
+        """Run what was deferred. Blocks until it is done; on an error it stays deferred."""
     @property
     def size_bytes(self) -> int: ...
     @property

@@ -69,10 +69,32 @@ cdef double now() noexcept nogil:
 
 @cython.no_gc
 cdef class Region:
-    """A range of virtual pages that backs one storage. Released when collected, without a lock."""
+    """A range of virtual pages that backs one storage. Released when its last owner is collected, without a lock."""
+
+    def share(self):
+        """Another owner of the same pages, which does not wait for what is deferred."""
+        cdef Region other = Region.__new__(Region)
+        self.node.owner_count += 1
+        other.node = self.node
+        other.handle = self.handle
+        other.pump = self.pump
+        other.size_bytes = self.size_bytes
+        other.serial = self.serial
+        return other
+
+    cpdef settle(self):
+        """Run what was deferred. Blocks until it is done; on an error it stays deferred."""
+        deferred = self.deferred
+        if deferred is not None:
+            deferred.run()
+            if self.deferred is deferred:
+                self.deferred = None
 
     def __dealloc__(self):
         if not self.node:
+            return
+        self.node.owner_count -= 1
+        if self.node.owner_count:
             return
         if self.pump.handle:
             if self.pump.recorder is not None:
@@ -80,8 +102,8 @@ cdef class Region:
                     self.pump.recorder.append(self.serial)
                 except MemoryError:
                     pass  # a trace in which this region never goes
-            self.node.region = self.handle
-            pagert_pump_release_later(self.pump.handle, self.node)
+            self.node.later.region = self.handle
+            pagert_pump_release_later(self.pump.handle, &self.node.later)
         else:
             free(self.node)
 
@@ -332,13 +354,14 @@ cdef class Pump:
         """Reserve a region of zero pages, which take no frame until they are written. Does not block."""
         cdef Region region = Region.__new__(Region)
         self.enter()
-        cdef pagert_release_node *node = <pagert_release_node *>calloc(1, sizeof(pagert_release_node))
+        cdef region_node *node = <region_node *>calloc(1, sizeof(region_node))
         if not node:
             raise MemoryError
         cdef int code = pagert_pump_reserve(self.handle, size_bytes, &region.handle)
         if code < 0:
             free(node)
             self.refuse(code, NULL, NULL)
+        node.owner_count = 1
         region.node = node
         region.pump = self
         region.size_bytes = size_bytes

@@ -100,6 +100,7 @@ def is_never_written(tensor: PagedTensor) -> bool:
     offset_bytes, size_bytes = byte_range(tensor)
     if tensor._region is None or size_bytes == 0:
         return True
+    tensor._region.settle()
     return not any(tensor._runtime.pump.locate(tensor._region, offset_bytes, size_bytes)[1:])
 
 

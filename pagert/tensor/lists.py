@@ -14,6 +14,7 @@ import torch
 
 from pagert.errors import OutOfFrames
 
+from .deferred import defer
 from .geometry import byte_range
 
 if TYPE_CHECKING:
@@ -41,9 +42,20 @@ def run_list(
     length = len(tensors[0])
     if any(len(value) not in (0, length) for value in lists.values()):
         return _run_group(cls, plan, arguments, options)  # the kernel says what is wrong
+    groups = _groups(cls, tensors, length)
+    if plan.deferrable and len(groups) > 1:
+        rest = defer(cls, plan, arguments, options, length)
+        if not rest:
+            return None
+        if len(rest) < length:
+            arguments = [
+                [value[index] for index in rest] if value and name in plan.list_names else value
+                for name, value in zip(plan.argument_names, arguments, strict=False)
+            ]
+            return run_list(cls, plan, arguments, options)
     results: list[Any] = []
     returned: Any = None
-    for start, stop in _groups(cls, tensors, length):
+    for start, stop in groups:
         returned = _run_range(cls, plan, (arguments, options), (start, stop), results)
     return results if plan.op._schema.returns and results else returned
 

@@ -96,6 +96,9 @@ class Operands:
         if size_bytes == 0:
             self._empty += (tensor,)
             return
+        region: Any = tensor._region
+        if region.deferred is not None:
+            region.settle()
         if whole:
             self._whole |= {len(self._accesses)}
             offset_bytes, size_bytes = 0, torch._C.TensorBase.untyped_storage(tensor).nbytes()
@@ -104,7 +107,7 @@ class Operands:
         if guarded:
             self._guarded |= {len(self._accesses)}
         self._tensors.append(tensor)
-        self._accesses.append((tensor._region, offset_bytes, size_bytes, mode))
+        self._accesses.append((region, offset_bytes, size_bytes, mode))
 
     def pin(self) -> None:
         """Bring every operand to the device and hold it there. Blocks until all are resident."""

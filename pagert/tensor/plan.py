@@ -39,6 +39,7 @@ class Plan:
     __slots__ = (
         "argument_names",
         "call",
+        "deferrable",
         "gradients",
         "kind",
         "list_names",
@@ -67,6 +68,7 @@ class Plan:
     route: Callable[..., Any]
     call: Callable[..., Any]  # the operator below its Python wrapper
     short: str | None  # the short way that its calls may take: "dense", "list", "view"
+    deferrable: bool  # an optimizer's kernel: an index of its lists may run later, and in ranges
 
 
 # Operators that return an alias of their operand without saying so in their schema.
@@ -79,6 +81,7 @@ _FILLED = frozenset(
     {"ones_like", "full_like", "new_ones", "new_full", "rand_like", "randn_like", "randint_like"}
 )
 _COPIES = frozenset({"clone", "_to_copy"})
+_DEFERRABLE = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
 _LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
 
 # Operators that clone the whole storage of their operand, or count an offset from its start.
@@ -249,4 +252,5 @@ def analyse(op: torch._ops.OpOverload) -> Plan:
     plan.reason = _REFUSED.get(base, "")
     plan.call = op._op
     plan.short = _short_way(plan)
+    plan.deferrable = plan.kind is Kind.LIST and base in _DEFERRABLE
     return plan

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer kernels that run when one of their tensors is next looked at, as a CUDA kernel runs after its call.
+
+An optimizer's step touches the whole training state within a moment, so the links are the only thing that works
+then, and idle in the forward pass that follows. `_fused_adamw_` and its like do the same to each index of their lists
+and return nothing: an index may wait until somebody needs its parameter, its gradient or its state. Then it
+runs, on what it was given: the tensors' bytes are what they were, since whoever would change them comes here first,
+and plain tensors (step counts, a learning rate) were copied. The numbers are the same, an update's reads and writes
+move behind the forward pass, and a parameter is fetched once for its update and its use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagert._core.pump import Region
+
+from .geometry import byte_range, is_dense
+from .operands import geometry
+
+if TYPE_CHECKING:
+    from .paged_tensor import PagedTensor
+    from .plan import Plan
+
+__all__ = ["Update", "defer"]
+
+PIECES_IN_DEVICE = 32  # the operands of one run take at most this part of the device tier
+SNAPSHOT_BYTES = 4096  # larger plain tensors are not copied: their index runs at once
+
+_keys = itertools.count()
+
+
+class Update:
+    """One index of an optimizer's kernel, to be run by whoever needs one of its tensors first.
+
+    Parameters
+    ----------
+    cls : type
+        The paged tensor's class.
+    plan : Plan
+        Of the operator, which does the same to each element.
+    arguments, options
+        Of this index. Their paged tensors are owners of their own, of one geometry; plain ones belong to the update.
+    """
+
+    __slots__ = ("__weakref__", "_arguments", "_cls", "_done", "_lock", "_options", "_plan", "_running")
+
+    def __init__(
+        self,
+        cls: type[PagedTensor],
+        plan: Plan,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._cls = cls
+        self._plan = plan
+        self._arguments = arguments
+        self._options = options
+        self._done = 0  # elements
+        self._lock = threading.RLock()
+        self._running = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has not run, and nobody runs it now."""
+        return bool(self._arguments) and not self._running
+
+    def run(self) -> None:
+        """Run the kernel, range by range. Blocks; once it has run it does nothing.
+
+        After an error it goes on with the range that failed: no element is updated twice.
+        """
+        with self._lock:
+            if not self._arguments:
+                return
+            if self._running:
+                raise RuntimeError(
+                    f"{self._plan.name}: a signal handler or a finalizer looks at a tensor whose "
+                    "update it has interrupted"
+                )
+            self._running = True
+            try:
+                self._run_ranges()
+            finally:
+                self._running = False
+            # Owners of pages: a gradient that nobody else holds is released here.
+            self._arguments = ()
+            self._options = {}
+
+    def _run_ranges(self) -> None:
+        from .dispatch import run_dense
+
+        lead = self._arguments[0][0]
+        element_count = lead.numel()
+        step = _range_elements(lead, sum(_count_paged(self._cls, one) for one in self._arguments))
+        while self._done < element_count:
+            stop = min(element_count, self._done + step)
+            cut = [self._cut(value, stop) for value in self._arguments]
+            run_dense(self._cls, self._plan, cut, self._options)
+            self._done = stop
+
+    def _cut(self, value: Any, stop: int) -> Any:
+        if type(value) is not list:
+            return value
+        return [_range(self._cls, one, self._done, stop) for one in value]
+
+
+def defer(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any], length: int
+) -> list[int]:
+    """Defer the indices of a list operator for which that is possible. Returns the others."""
+    snapshot = {name: _snapshot(cls, value) for name, value in options.items()}
+    if any(value is NotImplemented or name in plan.list_names for name, value in snapshot.items()):
+        return list(range(length))
+    return [index for index in range(length) if not _defer_one(cls, plan, arguments, snapshot, index)]
+
+
+def _defer_one(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any], index: int
+) -> bool:
+    taken: list[Any] = []
+    owners: list[PagedTensor] = []
+    for position, (name, value) in enumerate(zip(plan.argument_names, arguments, strict=False)):
+        if name in plan.list_names:
+            if not value:
+                taken.append([])
+                continue
+            value = value[index]
+            if type(value) is cls:
+                owners.append(value)
+                taken.append([value])
+                continue
+        value = _snapshot(cls, value)
+        if value is NotImplemented or position in plan.written:
+            return False  # what is written to a copy would be lost
+        taken.append([value] if name in plan.list_names else value)
+    if not _are_alike(owners) or type(taken[0][0]) is not cls:
+        return False
+    for owner in owners:
+        owner._region.settle()  # type: ignore[union-attr]
+    update = Update(cls, plan, [_own(cls, value) for value in taken], options)
+    runtime = owners[0]._runtime
+    runtime.deferred[next(_keys)] = update
+    for owner in owners:
+        owner._region.deferred = update  # type: ignore[union-attr]
+    return True
+
+
+def _snapshot(cls: type[PagedTensor], value: Any) -> Any:
+    """What an argument is now. NotImplemented where it is paged or too large to copy."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if type(value) is cls or value.numel() * value.itemsize > SNAPSHOT_BYTES:
+        return NotImplemented
+    return value.clone()
+
+
+def _are_alike(tensors: Sequence[PagedTensor]) -> bool:
+    """Whether the operands of an index lie alike, each in a region of its own, so that they can be cut alike."""
+    if not tensors:
+        return False
+    first = tensors[0]
+    if not is_dense(first.size(), first.stride()) or first.is_complex() or first.numel() == 0:
+        return False
+    if any(not isinstance(one._region, Region) or one._runtime is not first._runtime for one in tensors):
+        return False
+    if len({id(one._region) for one in tensors}) < len(tensors):
+        return False
+    return all(
+        one.size() == first.size()
+        and one.stride() == first.stride()
+        and one.dtype == first.dtype
+        and not one.is_neg()
+        for one in tensors
+    )
+
+
+def _own(cls: type[PagedTensor], value: Any) -> Any:
+    """Make owners of their own of an argument's paged tensors: they do not wait for the update."""
+    if type(value) is not list:
+        return value
+    return [
+        cls._wrap(geometry(one), one._region.share(), one._runtime) if type(one) is cls else one
+        for one in value
+    ]
+
+
+def _count_paged(cls: type[PagedTensor], value: Any) -> int:
+    return sum(type(one) is cls for one in value) if type(value) is list else 0
+
+
+def _range_elements(tensor: PagedTensor, operand_count: int) -> int:
+    """Elements of a range: whole pages.
+
+    Kernels work on vectors and treat the rest at the end alone, so that a cut at whole vectors changes no element's
+    arithmetic.
+    """
+    runtime = tensor._runtime
+    device_pages = runtime.storage.nbytes() // runtime.page_bytes
+    page_count = max(1, device_pages // PIECES_IN_DEVICE // operand_count)
+    return int(page_count * runtime.page_bytes // tensor.itemsize)
+
+
+def _range(cls: type[PagedTensor], tensor: Any, start: int, stop: int) -> Any:
+    """Elements [start, stop) of a paged tensor in the order in which they lie."""
+    if type(tensor) is not cls or (start == 0 and stop == tensor.numel()):
+        return tensor
+    plain = geometry(tensor)
+    offset = byte_range(tensor)[0] // tensor.itemsize
+    flat = plain.as_strided((stop - start,), (1,), offset + start)
+    return cls._wrap(flat, tensor._region, tensor._runtime)
