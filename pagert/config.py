@@ -158,6 +158,8 @@ class Config:
         A wait for bytes warns after `warn_seconds` and raises after `deadline_seconds`.
     copy_threads : int
         Threads that copy between the device and the host tier.
+    defer_updates : bool
+        Whether a fused optimizer's kernel may run when one of its tensors is next used.
     """
 
     device: torch.device
@@ -173,6 +175,7 @@ class Config:
     deadline_seconds: float = 600.0
     warn_seconds: float = 30.0
     copy_threads: int = 2
+    defer_updates: bool = True
 
     @classmethod
     def resolve(
@@ -191,6 +194,7 @@ class Config:
         deadline_seconds: float = 600.0,
         warn_seconds: float = 30.0,
         copy_threads: int = 2,
+        defer_updates: bool = True,
     ) -> Config:
         """Check every setting, fill in the defaults, and round the budgets down to whole pages.
 
@@ -205,7 +209,8 @@ class Config:
             tier.
         page_bytes : int, str or None
             None: 256 KiB, and less where the device budget would hold fewer than 64 such pages.
-        policy, flash_depth, direct, io_backend, deadline_seconds, warn_seconds, copy_threads
+        policy, flash_depth, direct, io_backend, deadline_seconds, warn_seconds, copy_threads,
+        defer_updates
             See the attributes.
 
         Raises
@@ -252,6 +257,7 @@ class Config:
             deadline_seconds=_seconds(deadline_seconds, "deadline_seconds"),
             warn_seconds=_seconds(warn_seconds, "warn_seconds"),
             copy_threads=_count(copy_threads, "copy_threads", 1, _COPY_THREADS_MAX),
+            defer_updates=_flag(defer_updates, "defer_updates"),
         )
         frames = config.device_frames + config.host_frames + config.flash_frames
         if frames > _INDEX_MAX:
@@ -320,6 +326,12 @@ def _whole_number(number: Any, name: str, wanted: str) -> int:
     raise ConfigurationTypeError(
         f"{name} is {number!r} of type {type(number).__name__}; give {wanted}"
     )
+
+
+def _flag(value: bool, name: str) -> bool:
+    if type(value) is not bool:
+        raise ConfigurationTypeError(f"{name} is {value!r}; give True or False")
+    return value
 
 
 def _count(number: int, name: str, least: int, most: int) -> int:

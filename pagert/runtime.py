@@ -46,6 +46,9 @@ class Runtime:
         A wait for bytes warns after `warn_seconds` and raises `TransferTimeout` after `deadline_seconds`.
     copy_threads : int
         Threads that copy between the device and the host tier.
+    defer_updates : bool
+        Whether a fused optimizer's kernel may run when one of its tensors is next used, which moves its transfers
+        behind the next forward pass. The numbers are the same. False: within `optimizer.step()`.
 
     Raises
     ------
@@ -73,6 +76,7 @@ class Runtime:
         deadline_seconds: float = 600.0,
         warn_seconds: float = 30.0,
         copy_threads: int = 2,
+        defer_updates: bool = True,
     ) -> None:
         config = Config.resolve(
             device=device,
@@ -88,6 +92,7 @@ class Runtime:
             deadline_seconds=deadline_seconds,
             warn_seconds=warn_seconds,
             copy_threads=copy_threads,
+            defer_updates=defer_updates,
         )
         self.config = config
         self.device = config.device
@@ -120,6 +125,8 @@ class Runtime:
         self.flat: dict[torch.dtype, torch.Tensor] = {}  # the same as one tensor, once it is asked for
         # Work that waits for somebody to need its tensors, in the order in which it came. See tensor/deferred.py.
         self.deferred: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.defer_updates = config.defer_updates
+        self._settling = False
         info = self.pump.flash_info
         self._flash_backend = None if info is None else info["backend"]
         self._flash_direct = None if info is None else info["direct"]
@@ -163,10 +170,22 @@ class Runtime:
 
     def settle(self) -> bool:
         """Run what is deferred, in the order in which it came. Blocks. Returns whether there was anything to run."""
+        if self._settling:  # by what is deferred itself
+            return False
         waiting = [work for work in list(self.deferred.values()) if work.waits]
-        for work in waiting:
-            work.run()
+        self._settling = True
+        try:
+            for work in waiting:
+                work.run()
+        finally:
+            self._settling = False
         return bool(waiting)
+
+    def spare_bytes(self) -> int:
+        """Return what is free below the device if all that the device holds were written there. May be negative."""
+        device, host, flash = self.pump.state()["usage"]
+        free_frames = sum(capacity - used for capacity, used, _ in (host, flash))
+        return int((free_frames - device[0]) * self.page_bytes)
 
     def close(self) -> None:
         """Give back the tiers. Blocks until nothing is in flight. Idempotent; tensors are unusable afterwards."""

@@ -251,6 +251,8 @@ class FakePump:
 class FakeRuntime:
     """The interface of `pagert.runtime.Runtime` over a FakePump."""
 
+    defer_updates = False
+
     def __init__(
         self, *, device_bytes: int = 1 << 20, page_bytes: int = 4096, seed: int = 0
     ) -> None:
@@ -272,6 +274,9 @@ class FakeRuntime:
 
     def flush(self) -> None:
         self.pump.flush()
+
+    def settle(self) -> bool:
+        return False
 
     def close(self) -> None:
         self.pump.closed = True

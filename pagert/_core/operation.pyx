@@ -17,7 +17,7 @@ from pagert._core.pump cimport Pump, Region, held_pin
 
 import torch
 
-from pagert.errors import OutOfFrames
+from pagert.errors import OutOfFrames, TierFull
 
 __all__ = ["Dispatcher", "Footprint"]
 
@@ -111,12 +111,12 @@ cdef class Operation:
         return 0
 
     cdef bint pin(self) except -1:
-        """Hold the operands on the device. False where they do not fit: nothing is held then."""
+        """Hold the operands on the device. False where there is no room: nothing is held then."""
         self.held.pin.accesses = &self.held.accesses[0]
         self.held.pin.access_count = <uint32_t>self.count
         try:
             self.pump.hold(self.held)
-        except OutOfFrames:
+        except (OutOfFrames, TierFull):
             return False
         self.pinned = True
         return True

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagert._core.pump import Region
+from pagert._core.pump import UPDATE, Region
 
-from .geometry import byte_range, is_dense
-from .operands import geometry
+from .geometry import byte_range
+from .operands import Operands, geometry
 
 if TYPE_CHECKING:
     from .paged_tensor import PagedTensor
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Update", "defer"]
 
 PIECES_IN_DEVICE = 32  # the operands of one run take at most this part of the device tier
+HELD_IN_DEVICE = 2  # a parameter that takes at most this part is held while its ranges run
 SNAPSHOT_BYTES = 4096  # larger plain tensors are not copied: their index runs at once
 
 _keys = itertools.count()
@@ -93,11 +94,18 @@ class Update:
             self._options = {}
 
     def _run_ranges(self) -> None:
-        from .dispatch import run_dense
-
         lead = self._arguments[0][0]
         element_count = lead.numel()
         step = _range_elements(lead, sum(_count_paged(self._cls, one) for one in self._arguments))
+        whole = Operands(self._cls, self._plan.name)
+        if step < element_count and byte_range(lead)[1] <= lead._runtime.storage.nbytes() // HELD_IN_DEVICE:
+            whole.add(lead, UPDATE)  # in one window from the start: somebody waits for it
+        with whole:
+            self._run_each(step, element_count)
+
+    def _run_each(self, step: int, element_count: int) -> None:
+        from .dispatch import run_dense
+
         while self._done < element_count:
             stop = min(element_count, self._done + step)
             cut = [self._cut(value, stop) for value in self._arguments]
@@ -113,11 +121,25 @@ class Update:
 def defer(
     cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any], length: int
 ) -> list[int]:
-    """Defer the indices of a list operator for which that is possible. Returns the others."""
+    """Defer the indices of a list operator for which that is possible. Returns the others.
+
+    What waits keeps its gradient alive, so that nothing is deferred where the tiers below could get full by it.
+    """
+    if not _has_room(cls, plan, arguments):
+        return list(range(length))
     snapshot = {name: _snapshot(cls, value) for name, value in options.items()}
     if any(value is NotImplemented or name in plan.list_names for name, value in snapshot.items()):
         return list(range(length))
     return [index for index in range(length) if not _defer_one(cls, plan, arguments, snapshot, index)]
+
+
+def _has_room(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any]) -> bool:
+    """Whether the gradients, and all that the device holds, fit what is free below it."""
+    assert plan.gradients is not None
+    gradients = [one for one in arguments[plan.gradients] if type(one) is cls]
+    if not gradients or not gradients[0]._runtime.defer_updates:
+        return False
+    return sum(byte_range(one)[1] for one in gradients) < gradients[0]._runtime.spare_bytes()
 
 
 def _defer_one(
@@ -165,7 +187,7 @@ def _are_alike(tensors: Sequence[PagedTensor]) -> bool:
     if not tensors:
         return False
     first = tensors[0]
-    if not is_dense(first.size(), first.stride()) or first.is_complex() or first.numel() == 0:
+    if not first.is_contiguous() or first.is_complex() or first.numel() == 0:
         return False
     if any(not isinstance(one._region, Region) or one._runtime is not first._runtime for one in tensors):
         return False

@@ -15,7 +15,7 @@ import torch
 
 from pagert._core.pump import OVERWRITE, READ, UPDATE
 from pagert.config import format_bytes
-from pagert.errors import ForeignTensor, OutOfFrames, UnsupportedOperator
+from pagert.errors import ForeignTensor, OutOfFrames, TierFull, UnsupportedOperator
 
 from .geometry import byte_range, describe, fills_range
 
@@ -116,7 +116,7 @@ class Operands:
             self._keep_shared_bytes()
         if accesses:
             try:
-                self._pin = pin = self.runtime.pump.pin(accesses)
+                self._pin = pin = self._hold()
             except OutOfFrames as error:
                 raise self._explain(error) from error
             try:
@@ -130,6 +130,14 @@ class Operands:
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
             self._dense[id(tensor)] = (tensor, dense)
+
+    def _hold(self) -> Pin:
+        try:
+            return self.runtime.pump.pin(self._accesses)  # type: ignore[no-any-return]
+        except TierFull:
+            if not self.runtime.settle():  # what is deferred may hold gradients that nobody else does
+                raise
+        return self.runtime.pump.pin(self._accesses)  # type: ignore[no-any-return]
 
     def _look(self, starts: Sequence[int]) -> None:
         """Make the dense views of what is pinned."""
