@@ -36,7 +36,14 @@ class PagerClosed(PagertError):
 
 
 class OutOfFrames(PagertError, MemoryError):
-    """The operands of one operator do not fit the device tier beside what is pinned."""
+    """The operands of one operator do not fit the device tier beside what is pinned.
+
+    Where the pump has counted them: what the operands need, what is unpinned, and the device tier.
+    """
+
+    needed_bytes: int | None = None
+    unpinned_bytes: int | None = None
+    capacity_bytes: int | None = None
 
 
 class TierFull(PagertError, MemoryError):

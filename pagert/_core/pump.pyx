@@ -7,7 +7,6 @@ take no lock: they leave a node for the pump to find.
 """
 
 cimport cython
-from libc.errno cimport EBADMSG, EINVAL, ENOMEM, ETIMEDOUT
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
@@ -25,17 +24,14 @@ from pagert._core.pager cimport (
 )
 
 import logging
-import os
 
 from pagert._core.arena import Arena, format_size
+from pagert._core.refusals import cannot_open, out_of_frames, tier_full, transfer_failed, waiting
 from pagert.errors import (
     ConfigurationError,
     ForeignTensor,
-    OutOfFrames,
     PagerClosed,
     PagertError,
-    TierFull,
-    TransferError,
     TransferTimeout,
 )
 
@@ -62,6 +58,12 @@ cdef double now() noexcept nogil:
     cdef timespec t
     clock_gettime(CLOCK_MONOTONIC, &t)
     return <double>t.tv_sec + 1e-9 * <double>t.tv_nsec
+
+
+cdef list usage_of(const pagert_pump_state *state):
+    """(capacity, used, peak) frames of each tier."""
+    return [(state.usage[i].capacity_frames, state.usage[i].used_frames, state.usage[i].peak_frames)
+            for i in range(PAGERT_TIER_COUNT)]
 
 
 # None of these can be part of a cycle of references. The garbage collector must not clear their attributes
@@ -184,18 +186,9 @@ cdef class Pump:
                 options.flash_read_bytes = FLASH_READ_BYTES
                 options.flash_write_bytes = FLASH_WRITE_BYTES
             code = pagert_pump_open(&options, &self.handle)
-            if code == -EINVAL:
-                frames = [options.config.frame_count[i] for i in range(PAGERT_TIER_COUNT)]
-                raise ConfigurationError(
-                    f"the core refuses page_bytes={page_bytes}, page_count={page_count}, "
-                    f"frames={frames}, transfer_pages_max={transfer_pages_max}; page_bytes is a power of "
-                    "two from 4096 on, and the device and one more tier have frames")
-            if code == -ENOMEM:
-                raise MemoryError(f"no memory for the page table of {page_count} pages; lower flash_bytes "
-                                  "or raise page_bytes")
             if code < 0:
-                raise OSError(-code, f"the pump cannot start: {os.strerror(-code)}; raise the limit for "
-                                     "threads (ulimit -u) or for open files (ulimit -n)")
+                raise cannot_open(-code, page_bytes, page_count, transfer_pages_max,
+                                  [options.config.frame_count[i] for i in range(PAGERT_TIER_COUNT)])
         except BaseException:
             self.handle = NULL
             self.close_engines()
@@ -298,12 +291,10 @@ cdef class Pump:
             return 0
         if waited >= self.deadline_seconds or not warned[0]:
             pagert_pump_get_state(self.handle, &state)
-            oldest = ("nothing is in flight" if state.oldest_link == PAGERT_LINK_COUNT else
-                      f"the oldest of {state.in_flight} transfers in flight is a "
-                      f"{LINKS[state.oldest_link]} of {format_size(state.oldest_bytes)}, "
-                      f"{state.oldest_request_ns * 1e-9:.1f} s old")
-            where = "" if self.flash is None else f"; flash lies in {self.flash.folder}"
-            text = f"{what} has waited {waited:.3g} s: {oldest}{where}"
+            oldest = None
+            if state.oldest_link != PAGERT_LINK_COUNT:
+                oldest = LINKS[state.oldest_link], state.oldest_bytes, state.oldest_request_ns * 1e-9
+            text = waiting(what, waited, state.in_flight, oldest, None if self.flash is None else self.flash.folder)
             if waited >= self.deadline_seconds:
                 raise TransferTimeout(f"{text}; the limit is deadline_seconds={self.deadline_seconds:g}")
             warned[0] = True
@@ -313,34 +304,21 @@ cdef class Pump:
     cdef int refuse(self, int code, const pagert_pin *pin, const pagert_failure *failure) except -1:
         """Raise what a code means."""
         cdef pagert_pump_state state
-        cdef uint64_t capacity = self.device_frames
         if code == PAGERT_E_FRAMES:
-            error = OutOfFrames(
-                f"a pin needs {pin.frames_needed} frames ({format_size(pin.frames_needed * self.page_bytes)}); "
-                f"{pin.frames_unheld} of {capacity} are unpinned; raise device_bytes or use smaller tensors")
-            error.needed_bytes = pin.frames_needed * self.page_bytes
-            error.unpinned_bytes = pin.frames_unheld * self.page_bytes
-            error.capacity_bytes = capacity * self.page_bytes
-            raise error
+            raise out_of_frames(pin.frames_needed, pin.frames_unheld, self.device_frames, self.page_bytes)
         pagert_pump_get_state(self.handle, &state)
-        tiers = ", ".join(
-            f"{name} {format_size(state.usage[i].used_frames * self.page_bytes)} of "
-            f"{format_size(state.usage[i].capacity_frames * self.page_bytes)}"
-            for i, name in enumerate(("device", "host", "flash")) if state.usage[i].capacity_frames)
+        usage = usage_of(&state)
         if code == PAGERT_E_FULL:
-            raise TierFull(f"changed pages must leave the device, and no tier below has room for them "
-                           f"(used: {tiers}); nothing is lost; raise flash_bytes or host_bytes, or delete "
-                           "tensors")
+            raise tier_full(usage, self.page_bytes)
         if code == PAGERT_E_TRANSFER:
-            folder = None if self.flash is None else self.flash.folder
-            number = -failure.result
-            reason = ("checksum mismatch, read twice" if number == EBADMSG else os.strerror(number))
-            where = ""
-            if (folder is not None and state.last_failed.link == failure.link
-                    and failure.page - state.last_failed.first_page < state.last_failed.page_count):
-                where = f" at byte {state.last_failed_offset} of the flash file"
-            raise TransferError(number, f"{LINKS[failure.link]} failed{where}: {reason} (used: {tiers}); "
-                                        "changed pages stay where they are", folder)
+            folder = offset_bytes = None
+            if self.flash is not None:
+                folder = self.flash.folder
+                if (state.last_failed.link == failure.link
+                        and failure.page - state.last_failed.first_page < state.last_failed.page_count):
+                    offset_bytes = state.last_failed_offset
+            raise transfer_failed(-failure.result, LINKS[failure.link], offset_bytes, folder, usage,
+                                  self.page_bytes)
         if code == PAGERT_E_PAGES:
             raise PagertError(f"the virtual address space is full: {state.reserved_pages} pages are "
                               "reserved; delete tensors")
@@ -552,8 +530,7 @@ cdef class Pump:
                 "transfers": [state.counters.transfers[i] for i in range(PAGERT_LINK_COUNT)],
                 "failed_transfers": state.counters.failed_transfers,
             },
-            "usage": [(state.usage[i].capacity_frames, state.usage[i].used_frames,
-                       state.usage[i].peak_frames) for i in range(PAGERT_TIER_COUNT)],
+            "usage": usage_of(&state),
             "held_frames": state.held_frames,
             "in_flight": state.in_flight,
             "reserved_pages": state.reserved_pages,
@@ -572,9 +549,8 @@ cdef class Pump:
     def close(self):
         """Stop the thread, give back the files and the tiers' memory. Blocks until nothing is in flight.
 
-        Idempotent. Calls that wait in other threads end with `PagerClosed`. Raises `PagertError` while an
-        operator or a `resident()` block holds tensors, and `TransferTimeout` where requests do not come
-        back; the pager is as usable as before then.
+        Idempotent. Calls that wait in other threads end with `PagerClosed`. Raises `PagertError` while an operator or
+        a `resident()` block holds tensors, `TransferTimeout` where requests do not come back; nothing has changed then.
         """
         cdef int code
         cdef double started = now()

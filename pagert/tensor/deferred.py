@@ -206,10 +206,12 @@ def _own(cls: type[PagedTensor], value: Any) -> Any:
     """Make owners of their own of an argument's paged tensors: they do not wait for the update."""
     if type(value) is not list:
         return value
-    return [
-        cls._wrap(geometry(one), one._region.share(), one._runtime) if type(one) is cls else one
-        for one in value
-    ]
+    return [_owner(cls, one) if type(one) is cls else one for one in value]
+
+
+def _owner(cls: type[PagedTensor], tensor: PagedTensor) -> PagedTensor:
+    region: Any = tensor._region
+    return cls._wrap(geometry(tensor), region.share(), tensor._runtime)
 
 
 def _count_paged(cls: type[PagedTensor], value: Any) -> int:

@@ -250,9 +250,8 @@ class Operands:
         message = [
             f"{self._name}: its paged operands do not fit the device tier together: {operands}"
         ]
-        needed = getattr(error, "needed_bytes", None)
-        capacity = getattr(error, "capacity_bytes", None)
-        unpinned = getattr(error, "unpinned_bytes", None)
+        needed, capacity = error.needed_bytes, error.capacity_bytes
+        unpinned = error.unpinned_bytes
         if needed is not None and capacity is not None and unpinned is not None:
             message.append(
                 f"they need {format_bytes(needed)} in pages; {format_bytes(unpinned)} of "
@@ -262,9 +261,8 @@ class Operands:
             "raise device_bytes, leave `resident()` contexts earlier, or use smaller tensors"
         )
         explained = OutOfFrames("; ".join(message))
-        for attribute in ("needed_bytes", "unpinned_bytes", "capacity_bytes"):
-            if hasattr(error, attribute):
-                setattr(explained, attribute, getattr(error, attribute))
+        explained.needed_bytes, explained.capacity_bytes = needed, capacity
+        explained.unpinned_bytes = unpinned
         return explained
 
 

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors and warnings of the pump, with their texts: the value, the limit and the remedy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from errno import EBADMSG, EINVAL, ENOMEM
+
+from pagert._core.arena import format_size
+from pagert.errors import ConfigurationError, OutOfFrames, TierFull, TransferError
+
+__all__ = ["cannot_open", "out_of_frames", "tier_full", "transfer_failed", "waiting"]
+
+
+def cannot_open(
+    number: int, page_bytes: int, page_count: int, transfer_pages_max: int, frames: Sequence[int]
+) -> Exception:
+    """Return the error of a pump that cannot be opened, with `number` as its errno."""
+    if number == EINVAL:
+        return ConfigurationError(
+            f"the core refuses page_bytes={page_bytes}, page_count={page_count}, "
+            f"frames={list(frames)}, transfer_pages_max={transfer_pages_max}; page_bytes is a "
+            "power of two from 4096 on, and the device and one more tier have frames"
+        )
+    if number == ENOMEM:
+        return MemoryError(
+            f"no memory for the page table of {page_count} pages; lower flash_bytes or raise "
+            "page_bytes"
+        )
+    return OSError(
+        number,
+        f"the pump cannot start: {os.strerror(number)}; raise the limit for threads (ulimit -u) "
+        "or for open files (ulimit -n)",
+    )
+
+
+def out_of_frames(needed_frames: int, unpinned_frames: int, capacity_frames: int, page_bytes: int) -> OutOfFrames:
+    """Return the error of a pin that needs more frames than it can ever get."""
+    error = OutOfFrames(
+        f"a pin needs {needed_frames} frames ({format_size(needed_frames * page_bytes)}); "
+        f"{unpinned_frames} of {capacity_frames} are unpinned; raise device_bytes or use smaller "
+        "tensors"
+    )
+    error.needed_bytes = needed_frames * page_bytes
+    error.unpinned_bytes = unpinned_frames * page_bytes
+    error.capacity_bytes = capacity_frames * page_bytes
+    return error
+
+
+def tier_full(usage: Sequence[tuple[int, int, int]], page_bytes: int) -> TierFull:
+    """Return the error of changed pages that have nowhere to go."""
+    return TierFull(
+        "changed pages must leave the device, and no tier below has room for them "
+        f"(used: {_describe(usage, page_bytes)}); nothing is lost; raise flash_bytes or "
+        "host_bytes, or delete tensors"
+    )
+
+
+def transfer_failed(
+    number: int,
+    link: str,
+    offset_bytes: int | None,
+    folder: str | None,
+    usage: Sequence[tuple[int, int, int]],
+    page_bytes: int,
+) -> TransferError:
+    """Return the error of a transfer that came back with `number` as its errno.
+
+    `offset_bytes` is where it was in the flash file, None where that is not known.
+    """
+    reason = "checksum mismatch, read twice" if number == EBADMSG else os.strerror(number)
+    where = "" if offset_bytes is None else f" at byte {offset_bytes} of the flash file"
+    return TransferError(
+        number,
+        f"{link} failed{where}: {reason} (used: {_describe(usage, page_bytes)}); changed pages "
+        "stay where they are",
+        folder,
+    )
+
+
+def waiting(
+    what: str,
+    seconds: float,
+    in_flight: int,
+    oldest: tuple[str, int, float] | None,
+    folder: str | None,
+) -> str:
+    """Return what is told of a long wait. `oldest` is the link, the bytes and the age in seconds of a transfer."""
+    told = "nothing is in flight"
+    if oldest is not None:
+        link, size_bytes, age = oldest
+        told = (
+            f"the oldest of {in_flight} transfers in flight is a {link} of "
+            f"{format_size(size_bytes)}, {age:.1f} s old"
+        )
+    where = "" if folder is None else f"; flash lies in {folder}"
+    return f"{what} has waited {seconds:.3g} s: {told}{where}"
+
+
+def _describe(usage: Sequence[tuple[int, int, int]], page_bytes: int) -> str:
+    return ", ".join(
+        f"{name} {format_size(used * page_bytes)} of {format_size(capacity * page_bytes)}"
+        for name, (capacity, used, _) in zip(("device", "host", "flash"), usage, strict=True)
+        if capacity
+    )
