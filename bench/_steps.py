@@ -120,7 +120,8 @@ def contest(settings: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Answer]]
     from pagert.finetune.training import repeatable, train
 
     job = Job(**settings["job"])
-    memory.keep_heap_small()
+    if settings["paged"]:  # the unpaged step is PyTorch as it comes
+        memory.keep_heap_small()
     with contextlib.ExitStack() as stack:
         stack.enter_context(repeatable(0))
         pager = None
@@ -134,6 +135,8 @@ def contest(settings: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Answer]]
         torch.manual_seed(0)
         model, optimizer, next_batch = (smollm2 if job.name == "smollm2" else made)(job, pager)
         state_bytes = 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        if pager is not None:
+            memory.give_back_in_backward(model)
         memory.return_free_memory()
         forget_peak()
         steps = train(

@@ -48,7 +48,8 @@ def run_job(settings: Settings) -> int:
         For bad input, before anything is loaded wherever that can be known.
     """
     _check(settings)
-    memory.keep_heap_small()
+    if not settings.unpaged:  # whose figures are those of PyTorch as it comes
+        memory.keep_heap_small()
     report = Report(paged=not settings.unpaged, planned_steps=settings.steps)
     title = f"{'unpaged' if settings.unpaged else 'paged'} fine-tuning of {settings.model}"
     status = 0
@@ -114,6 +115,7 @@ def _train(settings: Settings, report: Report, view: View) -> None:
         source.close()
         if pager is not None:
             pager.page_(model)
+            memory.give_back_in_backward(model)
         gc.collect()
         memory.return_free_memory()
         _run_steps(settings, report, view, model, windows, device, pager)

@@ -3,8 +3,9 @@
 
 Activations come and go in each step. With glibc's defaults its threshold for own mappings grows to
 32 MiB as they are freed, they move into the heap, and holes in the heap keep several hundred MiB
-resident. A fixed threshold gives each large tensor a mapping of its own, which is gone when the
-tensor is.
+resident. To give every tensor a mapping of its own costs a fault for each OS page, a fifth of a
+small model's step. So tensors up to a few MiB live in the heap, and the holes that they leave are
+given back a few times as the backward pass frees them.
 """
 
 from __future__ import annotations
@@ -12,17 +13,26 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-__all__ = ["keep_heap_small", "offer_to_kernel_first", "peak_rss_bytes", "return_free_memory"]
+import torch
+from torch import nn
 
-# From malloc.h. The threshold is where the extra page faults still cost little beside the
-# arithmetic.
+__all__ = [
+    "give_back_in_backward",
+    "keep_heap_small",
+    "offer_to_kernel_first",
+    "peak_rss_bytes",
+    "return_free_memory",
+]
+
+# From malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_THRESHOLD_BYTES = 128 * 1024
+_THRESHOLD_BYTES = 4 * 2**20
 _ARENA_COUNT = 2
+_TIMES_IN_BACKWARD = 4
 
 
 def keep_heap_small() -> bool:
-    """Make the C library return freed tensors to the kernel at once. False: it cannot be told."""
+    """Make the C library return large freed tensors to the kernel at once. False: it cannot be told."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # not glibc
         return False
@@ -34,6 +44,17 @@ def keep_heap_small() -> bool:
             (_M_ARENA_MAX, _ARENA_COUNT),
         )
     )
+
+
+def give_back_in_backward(model: nn.Module) -> None:
+    """Give free heap memory back to the kernel a few times in each backward pass of a model."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained[:: max(1, len(trained) // _TIMES_IN_BACKWARD)]:
+        parameter.register_post_accumulate_grad_hook(_give_back)
+
+
+def _give_back(parameter: torch.Tensor) -> None:
+    return_free_memory()
 
 
 def return_free_memory() -> None:

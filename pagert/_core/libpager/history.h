@@ -29,6 +29,7 @@ typedef struct event {
     uint32_t keep;          /* pages to keep until it happens, as plan.c found, or NONE: not planned */
     uint8_t kind;
     uint8_t age; /* events since its region was allocated, or AGE_OLD */
+    uint8_t ahead; /* pages, at most 255, that were fetched ahead for what repeats it */
     bool last;   /* the last access of its pin */
 } event;
 

@@ -11,6 +11,7 @@ enum {
     CHAIN_MAX = 16,       /* events of a region that are looked at for the one before */
     ROUNDS = 200,
     ROUNDS_SKIPPED = 50, /* while prices find their order of magnitude */
+    WHOLE_SHARE = 32, /* windows of at most this part of the room stay or go as a whole */
 };
 #define RATE 1.0f      /* of the first round's step, for a load of twice the room */
 #define RATE_FALLS 0.02f
@@ -50,6 +51,7 @@ void plan_begin(plan *p, const history *past, uint32_t room)
     p->operator_count = p->gap_count = p->at = p->round = 0;
     p->needed[0] = 0;
     p->written = false;
+    p->owed = 0;
     p->room = room;
     p->stage = PLAN_FIND;
 }
@@ -190,13 +192,28 @@ static void set_price(plan *p)
     p->paid[at + 1] = p->paid[at] + (double)p->price[at];
 }
 
-static uint32_t pages_to_keep(const plan *p, uint32_t number, const event *e)
+/* A window of which a part stays has to move, or its neighbours do, when the rest comes back. So small ones stay or go
+ * as a whole, and what that gives or takes is made up for by the next ones. */
+static uint32_t in_whole_windows(plan *p, uint32_t keep, uint32_t pages)
+{
+    if (keep == 0 || keep >= pages || pages > p->room / WHOLE_SHARE)
+        return keep;
+    p->owed += (int32_t)keep;
+    if (2 * p->owed < (int32_t)pages)
+        return 0;
+    p->owed -= (int32_t)pages;
+    return KEEP_ALL;
+}
+
+static uint32_t pages_to_keep(plan *p, uint32_t number, const event *e)
 {
     if (p->gap_of[number] == NONE)
         return KEEP_ALL;
     const gap *g = &p->gaps[p->gap_of[number]];
     uint64_t rounds = ROUNDS - ROUNDS_SKIPPED, pages = e->kind == EVENT_RELEASE ? g->pages : e->count;
-    return g->kept == rounds ? KEEP_ALL : (uint32_t)((2 * g->kept * pages + rounds) / (2 * rounds));
+    if (g->kept == rounds)
+        return KEEP_ALL;
+    return in_whole_windows(p, (uint32_t)((2 * g->kept * pages + rounds) / (2 * rounds)), (uint32_t)pages);
 }
 
 /* Of the period; then of the events since then that repeat it. */

@@ -44,6 +44,7 @@ typedef struct plan {
     bool written;   /* something in the period writes: else every gap costs the same, and nothing is planned */
     uint32_t room;  /* frames that operators, and what stays between them, may fill */
     int32_t load;   /* pages that stay over the operator that is priced */
+    int32_t owed;   /* pages that should have stayed, and did not yet: windows stay or go as a whole */
     gap *gaps;
     uint32_t *operator_of; /* each event */
     uint32_t *gap_of;      /* each event: the gap that it ends, or NONE */

@@ -38,7 +38,8 @@ enum {
 enum {
     RECHECKS_MAX = 32,
     REFRESHED_PER_ACCESS = 8,
-    AHEAD_SHARE = 32,       /* this part of the device is for pages fetched ahead */
+    AHEAD_SHARE = 16,       /* this part of the device is for pages fetched ahead */
+    SEEN_SHARE = 4,         /* what comes is looked at while its pages, fetched or not, are at most this part */
     SLACK_SHARE = 64,       /* of the time until the best victim's use: see is_as_good() */
     PLAN_STEPS = 1024,      /* of the plan, with each access */
 };
@@ -51,7 +52,9 @@ typedef struct lookahead {
     host_order below;
     uint32_t behind;      /* the cursor when `ahead_pages` was counted */
     uint32_t ahead;       /* next event of the past to prefetch for */
-    uint64_t ahead_pages; /* pages of the events after `behind` and before `ahead` */
+    uint64_t ahead_pages; /* pages of the events after `behind` and before `ahead`, */
+    uint64_t ahead_fetched; /* and of these, pages that were fetched for them */
+    uint32_t ahead_missing; /* pages that upcoming() found missing */
     uint32_t ahead_epoch; /* of the history when `ahead` was set */
     uint32_t key_epoch;   /* likewise when the last keys were set anew */
     uint32_t refreshed;   /* device frames whose page's key was set anew since then */
@@ -463,11 +466,14 @@ static void follow_cursor(lookahead *state)
     if (state->ahead_epoch != past->epoch || state->ahead <= past->cursor) {
         state->behind = past->cursor;
         state->ahead = past->cursor + 1;
-        state->ahead_pages = 0;
+        state->ahead_pages = state->ahead_fetched = 0;
         state->ahead_epoch = past->epoch;
     }
-    while (state->behind < past->cursor)
-        state->ahead_pages -= pages_of(history_event(past, ++state->behind));
+    while (state->behind < past->cursor) {
+        const event *e = history_event(past, ++state->behind);
+        state->ahead_pages -= pages_of(e);
+        state->ahead_fetched -= e->ahead;
+    }
 }
 
 /* The next range to fetch: `first_page` and `page_count`, wanted at `time`. False: none is known, or it lies
@@ -481,9 +487,11 @@ static bool upcoming(pagert_pager *pager, uint32_t *first_page, uint32_t *page_c
     if (!history_is_sure(past))
         return false;
     follow_cursor(state);
-    uint64_t window = ahead_pages_max(pager);
-    for (; state->ahead < past->now && state->ahead_pages < window; state->ahead++) {
-        const event *e = history_event(past, state->ahead);
+    uint64_t window = pager->config.frame_count[PAGERT_DEVICE] / SEEN_SHARE;
+    for (; state->ahead < past->now && state->ahead_pages <= window && state->ahead_fetched < ahead_pages_max(pager);
+         state->ahead++) {
+        event *e = &past->events[state->ahead & past->event_mask];
+        e->ahead = 0;
         state->ahead_pages += pages_of(e);
         if ((e->kind != EVENT_READ && e->kind != EVENT_UPDATE) || e->role == NONE)
             continue;
@@ -493,10 +501,12 @@ static bool upcoming(pagert_pager *pager, uint32_t *first_page, uint32_t *page_c
         const page *head = &pager->pages[first];
         if (e->offset >= head->page_count || e->count > head->page_count - e->offset)
             continue;
+        state->ahead_missing = 0;
         for (uint32_t i = 0; i < e->count; i++) {
             const page *p = &pager->pages[first + e->offset + i];
-            if (p->copy[PAGERT_DEVICE] != COPY_NONE || has(p, PAGE_ZERO))
-                continue;
+            state->ahead_missing += p->copy[PAGERT_DEVICE] == COPY_NONE && !has(p, PAGE_ZERO);
+        }
+        if (state->ahead_missing > 0) {
             *first_page = first + e->offset;
             *page_count = e->count;
             *time = past->now - 1 + (state->ahead - past->cursor);
@@ -511,7 +521,10 @@ static bool upcoming(pagert_pager *pager, uint32_t *first_page, uint32_t *page_c
 static void fetched(pagert_pager *pager)
 {
     lookahead *state = state_of(pager);
-    state->ahead_pages += pages_of(history_event(&state->past, state->ahead++));
+    event *e = &state->past.events[state->ahead++ & state->past.event_mask];
+    e->ahead = (uint8_t)(state->ahead_missing < UINT8_MAX ? state->ahead_missing : UINT8_MAX);
+    state->ahead_pages += pages_of(e);
+    state->ahead_fetched += e->ahead;
 }
 
 const pagert_policy *pagert_policy_lookahead(void)
