@@ -11,6 +11,7 @@ move behind the forward pass, and a parameter is fetched once for its update and
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,7 @@ class Update:
         Of this index. Their paged tensors are owners of their own, of one geometry; plain ones belong to the update.
     """
 
-    __slots__ = ("__weakref__", "_arguments", "_cls", "_done", "_lock", "_options", "_plan", "_running")
+    __slots__ = ("__weakref__", "_arguments", "_cls", "_lock", "_options", "_plan", "_ran", "_running")
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Update:
         self._plan = plan
         self._arguments = arguments
         self._options = options
-        self._done = 0  # elements
+        self._ran: list[None] = []  # one for each range that the kernel has been through
         self._lock = threading.RLock()
         self._running = False
 
@@ -74,7 +75,7 @@ class Update:
     def run(self) -> None:
         """Run the kernel, range by range. Blocks; once it has run it does nothing.
 
-        After an error it goes on with the range that failed: no element is updated twice.
+        After an error or Ctrl-C it goes on with the range that did not run: no element is updated twice.
         """
         with self._lock:
             if not self._arguments:
@@ -84,8 +85,8 @@ class Update:
                     f"{self._plan.name}: a signal handler or a finalizer looks at a tensor whose "
                     "update it has interrupted"
                 )
-            self._running = True
             try:
+                self._running = True
                 self._run_ranges()
             finally:
                 self._running = False
@@ -106,16 +107,21 @@ class Update:
     def _run_each(self, step: int, element_count: int) -> None:
         from .dispatch import run_dense
 
-        while self._done < element_count:
-            stop = min(element_count, self._done + step)
-            cut = [self._cut(value, stop) for value in self._arguments]
-            run_dense(self._cls, self._plan, cut, self._options)
-            self._done = stop
+        while (start := len(self._ran) * step) < element_count:
+            stop = min(element_count, start + step)
+            cut = [self._cut(value, start, stop) for value in self._arguments]
+            run_dense(self._cls, self._plan, cut, self._options, self._call)
 
-    def _cut(self, value: Any, stop: int) -> Any:
+    def _call(self, *dense: Any, **options: Any) -> None:
+        # The list is filled in C while the kernel is called: no signal handler gets in between, and what it raises
+        # does not make a range look as if it had not run.
+        kernel = functools.partial(self._plan.call, **options)
+        self._ran.extend(map(kernel, *([value] for value in dense)))
+
+    def _cut(self, value: Any, start: int, stop: int) -> Any:
         if type(value) is not list:
             return value
-        return [_range(self._cls, one, self._done, stop) for one in value]
+        return [_range(self._cls, one, start, stop) for one in value]
 
 
 def defer(
