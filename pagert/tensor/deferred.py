@@ -11,6 +11,7 @@ move behind the forward pass, and a parameter is fetched once for its update and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagert._core.pump import UPDATE, Region
+from pagert.errors import OutOfFrames
 
 from .geometry import byte_range
 from .operands import Operands, geometry
@@ -101,8 +103,12 @@ class Update:
         whole = Operands(self._cls, self._plan.name)
         if step < element_count and byte_range(lead)[1] <= lead._runtime.storage.nbytes() // HELD_IN_DEVICE:
             whole.add(lead, UPDATE)  # in one window from the start: somebody waits for it
-        with whole:
+        try:
+            with contextlib.suppress(OutOfFrames):  # other windows may leave room for ranges alone
+                whole.pin()
             self._run_each(step, element_count)
+        finally:
+            whole.release()
 
     def _run_each(self, step: int, element_count: int) -> None:
         from .dispatch import run_dense

@@ -44,7 +44,12 @@ def adam(parameters, **options):
 
 
 def sgd(parameters, **options):
-    return torch.optim.SGD(parameters, **{"lr": 0.05, "fused": True, **options})
+    optimizer = torch.optim.SGD(parameters, **{"lr": 0.05, "fused": True, **options})
+    if options.get("momentum") and parameters[0].itemsize == 2:
+        # At its first step PyTorch's kernel leaves momentum of these dtypes as it was made: undefined.
+        for parameter in parameters:
+            optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter).detach()
+    return optimizer
 
 
 # What is deferred, and what is not.
