@@ -89,7 +89,8 @@ class Update:
                 )
             try:
                 self._running = True
-                self._run_ranges()
+                with torch._C._DisableTorchDispatch():  # whoever looks may do so under a mode: none of its business
+                    self._run_ranges()
             finally:
                 self._running = False
             # Owners of pages: a gradient that nobody else holds is released here.
