@@ -143,7 +143,25 @@ def defer(
     snapshot = {name: _snapshot(cls, value) for name, value in options.items()}
     if any(value is NotImplemented or name in plan.list_names for name, value in snapshot.items()):
         return list(range(length))
-    return [index for index in range(length) if not _defer_one(cls, plan, arguments, snapshot, index)]
+    rest: list[int] = []
+    theirs: set[int] = set()  # regions of the others: what shares them comes after them
+    for index in range(length):
+        regions = {id(one._region) for one in _operands(cls, plan, arguments, index)}
+        if not theirs.isdisjoint(regions) or not _defer_one(cls, plan, arguments, snapshot, index):
+            rest.append(index)
+            theirs |= regions
+    return rest
+
+
+def _operands(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], index: int
+) -> list[PagedTensor]:
+    lists = (
+        value
+        for name, value in zip(plan.argument_names, arguments, strict=False)
+        if name in plan.list_names and value
+    )
+    return [value[index] for value in lists if type(value[index]) is cls]
 
 
 def _has_room(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any]) -> bool:
