@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pagert._core.operation import Turn
 from pagert._core.pump import UPDATE, Region
 from pagert.errors import OutOfFrames
 
@@ -52,7 +52,7 @@ class Update:
         Of this index. Their paged tensors are owners of their own, of one geometry; plain ones belong to the update.
     """
 
-    __slots__ = ("__weakref__", "_arguments", "_cls", "_lock", "_options", "_plan", "_ran", "_running")
+    __slots__ = ("__weakref__", "_arguments", "_cls", "_options", "_plan", "_ran", "_running", "_turn")
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Update:
         self._arguments = arguments
         self._options = options
         self._ran: list[None] = []  # one for each range that the kernel has been through
-        self._lock = threading.RLock()
+        self._turn = Turn(arguments[0][0]._runtime.pump)
         self._running = False
 
     @property
@@ -79,7 +79,7 @@ class Update:
 
         After an error or Ctrl-C it goes on with the range that did not run: no element is updated twice.
         """
-        with self._lock:
+        with self._turn:
             if not self._arguments:
                 return
             if self._running:
