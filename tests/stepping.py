@@ -29,7 +29,9 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both have the same bytes: signs of zeros and NaNs count."""
     one, other = plain(one), plain(other)
-    return one.dtype == other.dtype and one.shape == other.shape and bytes_of(one) == bytes_of(other)
+    return (
+        one.dtype == other.dtype and one.shape == other.shape and bytes_of(one) == bytes_of(other)
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

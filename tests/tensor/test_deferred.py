@@ -44,12 +44,7 @@ def adam(parameters, **options):
 
 
 def sgd(parameters, **options):
-    optimizer = torch.optim.SGD(parameters, **{"lr": 0.05, "fused": True, **options})
-    if options.get("momentum") and parameters[0].itemsize == 2:
-        # At its first step PyTorch's kernel leaves momentum of these dtypes as it was made: undefined.
-        for parameter in parameters:
-            optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter).detach()
-    return optimizer
+    return torch.optim.SGD(parameters, **{"lr": 0.05, "fused": True, **options})
 
 
 # What is deferred, and what is not.
@@ -66,13 +61,23 @@ DEFERRED = {
     "sgd, momentum, decay": lambda p: sgd(p, momentum=0.9, weight_decay=0.1),
     "sgd, nesterov, maximize": lambda p: sgd(p, momentum=0.9, nesterov=True, maximize=True),
     "sgd, dampening": lambda p: sgd(p, momentum=0.9, dampening=0.1),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, fused=True),
-    "adagrad, decay": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, fused=True),
 }
+# PyTorch's kernel of SGD with momentum has undefined results in half precision: at its first step it leaves the
+# momentum as it was made, not written, and reads it at the second.
+UNDEFINED = {
+    (name, dtype)
+    for name in DEFERRED
+    for dtype in (torch.bfloat16, torch.float16)
+    if name.startswith("sgd,")
+}
+CASES = [
+    case
+    for case in itertools.product(DEFERRED, (torch.float32, torch.float64, torch.bfloat16))
+    if case not in UNDEFINED
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", DEFERRED)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_deferred_updates_are_bitwise_those_of_a_plain_optimizer(pager, name, dtype):
     pair = Pair(pager, DEFERRED[name], dtype=dtype)
     for _ in range(4):
@@ -103,9 +108,12 @@ def test_deferred_updates_are_right_under_every_budget_and_looked_at_in_any_orde
         lambda p: adamw(p, fused=False, foreach=False),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
         lambda p: torch.optim.RMSprop(p, lr=0.01),
+        lambda p: torch.optim.Adagrad(
+            p, lr=0.01, fused=True
+        ),  # says that it writes the step counts
     ],
 )
-def test_optimizers_that_are_not_fused_are_not_deferred(pager, make):
+def test_other_optimizers_are_not_deferred(pager, make):
     pair = Pair(pager, make)
     pair.step()
     assert len(pager.deferred) == 0
@@ -234,6 +242,9 @@ LOOKS = {
     "dispatch mode": in_mode(Pass, torch.clone),
     "dispatch mode, tolist": in_mode(Refuse, lambda t: torch.tensor(t.tolist())),
     "dispatch mode, sum": in_mode(Refuse, torch.sum),
+    "vmap": lambda t: torch.func.vmap(lambda x: (t * x).sum(0))(torch.arange(3.0)),
+    "grad": lambda t: torch.func.grad(lambda x: (t * x).sum())(torch.tensor(2.0)),
+    "autocast": lambda t: (torch.autocast("cpu")(torch.matmul))(t, t.T),
     "other pager": into_other_pager,
 }
 
@@ -335,15 +346,20 @@ def test_state_dicts_hold_the_update(pair):
 EDGES = [1, 15, 16, 17, 1023, 1024, 1025, 4097, 65_535, 300_001]
 
 
+RANGED = ["adamw, amsgrad", "sgd", "sgd, momentum, decay"]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("make", [lambda p: adamw(p, amsgrad=True), lambda p: sgd(p, momentum=0.9)])
-def test_kernels_on_ranges_give_bitwise_what_they_give_on_whole_tensors(make, dtype, threads):
+@pytest.mark.parametrize(
+    ("name", "dtype"), [c for c in itertools.product(RANGED, DTYPES) if c not in UNDEFINED]
+)
+def test_kernels_on_ranges_give_bitwise_what_they_give_on_whole_tensors(name, dtype, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with open_pager(device_bytes=64 * 4096) as pager:  # the largest takes more
-            pair = Pair(pager, make, [(size,) for size in EDGES], dtype)
+            pair = Pair(pager, DEFERRED[name], [(size,) for size in EDGES], dtype)
             for _ in range(2):
                 pair.step()
                 assert all(waits(parameter) for parameter in pair.paged)
@@ -366,7 +382,9 @@ def test_views_of_one_region_that_start_anywhere_are_cut_right(offset):
                 torch.manual_seed(step)
                 for part in parts:
                     gradient = torch.randn(part.shape)
-                    part.grad = gradient if base.__class__ is torch.Tensor else pager.tensor(gradient)
+                    part.grad = (
+                        gradient if base.__class__ is torch.Tensor else pager.tensor(gradient)
+                    )
                 optimizer.step()
             results.append(base)
         assert waits(results[1])
@@ -401,7 +419,7 @@ def reserved(pager) -> int:
 
 def test_dropped_training_with_waiting_updates_frees_its_regions(pager):
     gc.collect()
-    gc.disable()
+    gc.disable()  # nothing of it may be left to the garbage collector
     try:
         before = reserved(pager)
         pair = Pair(pager, adamw)
