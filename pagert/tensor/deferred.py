@@ -238,7 +238,9 @@ def _own(cls: type[PagedTensor], value: Any) -> Any:
     if type(value) is not list:
         return value
     return [
-        cls._wrap(geometry(one), one._region.share(), one._runtime) if type(one) is cls else one
+        cls._wrap(geometry(one), one._region.share(), one._runtime)  # type: ignore[union-attr]
+        if type(one) is cls
+        else one
         for one in value
     ]
 
