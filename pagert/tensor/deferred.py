@@ -89,7 +89,8 @@ class Update:
                 )
             try:
                 self._running = True
-                with torch._C._DisableTorchDispatch():  # whoever looks may do so under a mode: none of its business
+                # Whoever looks may do so under a mode, of which this is none of the business.
+                with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
                     self._run_ranges()
             finally:
                 self._running = False

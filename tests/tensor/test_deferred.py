@@ -17,6 +17,7 @@ import pytest
 import torch
 from pagers import MIB, REAL
 from stepping import SIZES, Pair, adamw, open_pager, plain, same, waits
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pagert
@@ -187,6 +188,12 @@ class Refuse(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class RefuseFunction(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert "_fused" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
 def in_mode(mode, look):
     def looks(tensor):
         with mode():
@@ -242,6 +249,9 @@ LOOKS = {
     "dispatch mode": in_mode(Pass, torch.clone),
     "dispatch mode, tolist": in_mode(Refuse, lambda t: torch.tensor(t.tolist())),
     "dispatch mode, sum": in_mode(Refuse, torch.sum),
+    "function mode, tolist": in_mode(RefuseFunction, lambda t: torch.tensor(t.tolist())),
+    "function mode, sum": in_mode(RefuseFunction, torch.sum),
+    "default device": in_mode(lambda: torch.device("meta"), lambda t: t.sum()),
     "vmap": lambda t: torch.func.vmap(lambda x: (t * x).sum(0))(torch.arange(3.0)),
     "grad": lambda t: torch.func.grad(lambda x: (t * x).sum())(torch.tensor(2.0)),
     "autocast": lambda t: (torch.autocast("cpu")(torch.matmul))(t, t.T),
@@ -486,6 +496,41 @@ def test_close_with_waiting_updates_ends_and_who_looks_is_told(pair):
         parameter.sum()
     with pytest.raises(pagert.PagerClosed):
         parameter.sum()
+
+
+def test_copy_of_an_optimizer_has_the_update(pair):
+    copies = [copy.deepcopy(optimizer) for optimizer in pair.optimizers]
+    for one, other in zip(*(list(c.state.values()) for c in copies), strict=True):
+        for name, value in one.items():
+            assert same(value, other[name])
+    for one, other in zip(*(c.param_groups[0]["params"] for c in copies), strict=True):
+        assert same(one, other)
+    pair.check()
+
+
+def test_graph_from_before_the_step_finds_what_it_finds_for_plain_parameters(pair):
+    pair.check()
+    losses = [parameters[0].square().sum() for parameters in (pair.plain, pair.paged)]
+    pair.step()
+    assert waits(pair.paged[0])
+    for (
+        loss
+    ) in losses:  # PyTorch does not count a fused step as a change: what was saved has changed
+        loss.backward()
+    pair.check()
+
+
+def test_trace_of_updates_that_wait_can_be_replayed(pager):
+    pair = Pair(pager, adamw)
+    pair.step()
+    with pager.trace() as trace:
+        pair.step()
+        assert waits(pair.paged[0])
+        for parameter in pair.paged:
+            parameter.sum()
+        pair.step()
+    assert pagert.simulate(trace, capacity_pages=128).faults > 0
+    pair.check()
 
 
 def test_flush_runs_what_waits(pair):
