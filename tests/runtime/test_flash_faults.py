@@ -278,13 +278,14 @@ def reads_fail_within_an_update(shim: Shim, setup: str, folder: str) -> None:
                 tensor.evict()
             # The first half of what it reads is there, and all of the parameter, which it holds from the start.
             for tensor, size_bytes in zip(tensors, [4 * NUMBERS] + [2 * NUMBERS] * 3):
-                pager.pump.pin([(tensor._region, 0, size_bytes, READ)]).release()  # no look at the values
+                pager.pump.pin([(tensor._region, 0, size_bytes, READ)]).release()
             with shim.set(mode, errno.EIO):
                 for _ in range(2):
                     with pytest.raises(pagert.TransferError):
                         tensors[looked_at].sum()
                     assert update.waits and len(update._ran) > 0
-                while pager.stats().in_flight_transfers:  # who asks now would share a read that fails
+                # Who asks now would share a read that fails.
+                while pager.stats().in_flight_transfers:
                     time.sleep(0.001)
             assert pager.stats().held_bytes == 0
             check_updated(pager, tensors, expected)
