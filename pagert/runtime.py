@@ -165,7 +165,8 @@ class Runtime:
         TierFull, TransferError
             A page could not be written. It stays where it is, changed; nothing is lost.
         """
-        self.settle()
+        for work in list(self.deferred.values()):
+            work.run()  # or wait until another thread has run it
         self.pump.flush()
 
     def settle(self) -> bool:

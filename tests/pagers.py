@@ -47,7 +47,9 @@ class FakePager(Pager):
 
     __init__ = fake_runtime.FakeRuntime.__init__
     closed = fake_runtime.FakeRuntime.closed
+    defer_updates = fake_runtime.FakeRuntime.defer_updates
     flush = fake_runtime.FakeRuntime.flush
+    settle = fake_runtime.FakeRuntime.settle
     close = fake_runtime.FakeRuntime.close
     stats = fake_runtime.FakeRuntime.stats
     reset_stats = fake_runtime.FakeRuntime.reset_stats

@@ -15,6 +15,11 @@ cdef struct small_pin:
     pagert_access more[OPERANDS_IN_PLACE - 1]
 
 
+cdef class Turn:
+    cdef Pump pump
+    cdef object lock
+
+
 cdef class Footprint:
     cdef Region region
     cdef object geometry         # a plain tensor over the region's storage, or None before its first view

@@ -4,6 +4,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pagert._core.pump import Pump
+
+class Turn:
+    """A reentrant lock whose holder may pin, while who waits for it may hold windows."""
+
+    def __init__(self, pump: Pump) -> None: ...
+    def __enter__(self) -> Turn: ...
+    def __exit__(self, *exception: object) -> None: ...
+
 class Footprint:
     """A tensor's bytes in its region, and the dense view of its last call."""
 

@@ -14,12 +14,15 @@ from libc.string cimport memcpy, memset
 
 from pagert._core.pager cimport PAGERT_READ, PAGERT_UPDATE, pagert_access
 from pagert._core.pump cimport Pump, Region, held_pin
+from pagert._core.users cimport link, unlink, user
+
+import threading
 
 import torch
 
 from pagert.errors import OutOfFrames, TierFull
 
-__all__ = ["Dispatcher", "Footprint"]
+__all__ = ["Dispatcher", "Footprint", "Turn"]
 
 cdef int DEPTH_MAX = 4  # views of views of ... that are kept; a loop could go on for ever
 
@@ -28,6 +31,35 @@ cdef object plain_tensor = torch.Tensor
 cdef object strided = torch.strided
 cdef object make_subclass = torch.Tensor._make_subclass
 cdef object plain_copy = torch._C.TensorBase.copy_
+
+@cython.final
+@cython.no_gc
+cdef class Turn:
+    """A reentrant lock whose holder may pin, while who waits for it may hold windows: frames that the holder waits for.
+
+    A thread that waits for its turn counts as one that waits for frames, so that nobody waits for its windows.
+    """
+
+    def __cinit__(self, Pump pump):
+        self.pump = pump
+        self.lock = threading.RLock()
+
+    def __enter__(self):
+        cdef user waiting
+        if self.lock.acquire(False):
+            return self
+        memset(&waiting, 0, sizeof(waiting))
+        waiting.for_frames = True
+        link(&self.pump.pins, &waiting)
+        try:
+            self.lock.acquire()
+        finally:
+            unlink(&self.pump.pins, &waiting)
+        return self
+
+    def __exit__(self, *exception):
+        self.lock.release()
+
 
 @cython.final
 @cython.no_gc

@@ -11,14 +11,17 @@ move behind the forward pass, and a parameter is fetched once for its update and
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pagert._core.operation import Turn
 from pagert._core.pump import UPDATE, Region
+from pagert.errors import OutOfFrames
 
 from .geometry import byte_range
 from .operands import Operands, geometry
@@ -49,7 +52,7 @@ class Update:
         Of this index. Their paged tensors are owners of their own, of one geometry; plain ones belong to the update.
     """
 
-    __slots__ = ("__weakref__", "_arguments", "_cls", "_done", "_lock", "_options", "_plan", "_running")
+    __slots__ = ("__weakref__", "_arguments", "_cls", "_options", "_plan", "_ran", "_running", "_turn")
 
     def __init__(
         self,
@@ -62,8 +65,8 @@ class Update:
         self._plan = plan
         self._arguments = arguments
         self._options = options
-        self._done = 0  # elements
-        self._lock = threading.RLock()
+        self._ran: list[None] = []  # one for each range that the kernel has been through
+        self._turn = Turn(arguments[0][0]._runtime.pump)
         self._running = False
 
     @property
@@ -74,9 +77,9 @@ class Update:
     def run(self) -> None:
         """Run the kernel, range by range. Blocks; once it has run it does nothing.
 
-        After an error it goes on with the range that failed: no element is updated twice.
+        After an error or Ctrl-C it goes on with the range that did not run: no element is updated twice.
         """
-        with self._lock:
+        with self._turn:
             if not self._arguments:
                 return
             if self._running:
@@ -84,9 +87,11 @@ class Update:
                     f"{self._plan.name}: a signal handler or a finalizer looks at a tensor whose "
                     "update it has interrupted"
                 )
-            self._running = True
             try:
-                self._run_ranges()
+                self._running = True
+                # Whoever looks may do so under a mode, of which this is none of the business.
+                with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+                    self._run_ranges()
             finally:
                 self._running = False
             # Owners of pages: a gradient that nobody else holds is released here.
@@ -100,22 +105,31 @@ class Update:
         whole = Operands(self._cls, self._plan.name)
         if step < element_count and byte_range(lead)[1] <= lead._runtime.storage.nbytes() // HELD_IN_DEVICE:
             whole.add(lead, UPDATE)  # in one window from the start: somebody waits for it
-        with whole:
+        try:
+            with contextlib.suppress(OutOfFrames):  # other windows may leave room for ranges alone
+                whole.pin()
             self._run_each(step, element_count)
+        finally:
+            whole.release()
 
     def _run_each(self, step: int, element_count: int) -> None:
         from .dispatch import run_dense
 
-        while self._done < element_count:
-            stop = min(element_count, self._done + step)
-            cut = [self._cut(value, stop) for value in self._arguments]
-            run_dense(self._cls, self._plan, cut, self._options)
-            self._done = stop
+        while (start := len(self._ran) * step) < element_count:
+            stop = min(element_count, start + step)
+            cut = [self._cut(value, start, stop) for value in self._arguments]
+            run_dense(self._cls, self._plan, cut, self._options, self._call)
 
-    def _cut(self, value: Any, stop: int) -> Any:
+    def _call(self, *dense: Any, **options: Any) -> None:
+        # The list is filled in C while the kernel is called: no signal handler gets in between, and what it raises
+        # does not make a range look as if it had not run.
+        kernel = functools.partial(self._plan.call, **options)
+        self._ran.extend(map(kernel, *([value] for value in dense)))
+
+    def _cut(self, value: Any, start: int, stop: int) -> Any:
         if type(value) is not list:
             return value
-        return [_range(self._cls, one, self._done, stop) for one in value]
+        return [_range(self._cls, one, start, stop) for one in value]
 
 
 def defer(
@@ -130,7 +144,25 @@ def defer(
     snapshot = {name: _snapshot(cls, value) for name, value in options.items()}
     if any(value is NotImplemented or name in plan.list_names for name, value in snapshot.items()):
         return list(range(length))
-    return [index for index in range(length) if not _defer_one(cls, plan, arguments, snapshot, index)]
+    rest: list[int] = []
+    theirs: set[int] = set()  # regions of the others: what shares them comes after them
+    for index in range(length):
+        regions = {id(one._region) for one in _operands(cls, plan, arguments, index)}
+        if not theirs.isdisjoint(regions) or not _defer_one(cls, plan, arguments, snapshot, index):
+            rest.append(index)
+            theirs |= regions
+    return rest
+
+
+def _operands(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], index: int
+) -> list[PagedTensor]:
+    lists = (
+        value
+        for name, value in zip(plan.argument_names, arguments, strict=False)
+        if name in plan.list_names and value
+    )
+    return [value[index] for value in lists if type(value[index]) is cls]
 
 
 def _has_room(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any]) -> bool:
@@ -206,12 +238,12 @@ def _own(cls: type[PagedTensor], value: Any) -> Any:
     """Make owners of their own of an argument's paged tensors: they do not wait for the update."""
     if type(value) is not list:
         return value
-    return [_owner(cls, one) if type(one) is cls else one for one in value]
-
-
-def _owner(cls: type[PagedTensor], tensor: PagedTensor) -> PagedTensor:
-    region: Any = tensor._region
-    return cls._wrap(geometry(tensor), region.share(), tensor._runtime)
+    return [
+        cls._wrap(geometry(one), one._region.share(), one._runtime)  # type: ignore[union-attr]
+        if type(one) is cls
+        else one
+        for one in value
+    ]
 
 
 def _count_paged(cls: type[PagedTensor], value: Any) -> int:

@@ -8,7 +8,7 @@ here is what a kernel would get.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,9 +52,14 @@ def _make_plan(op: torch._ops.OpOverload) -> Plan:
 
 
 def run_dense(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+    cls: type[PagedTensor],
+    plan: Plan,
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+    call: Callable[..., Any] | None = None,
 ) -> Any:
-    """Pin every paged operand, run the operator on dense views, let go."""
+    """Pin every paged operand, run the operator, or `call` in its place, on dense views, let go."""
+    call = call or plan.op
     operands = Operands(cls, plan.name)
     written = plan.written
     if plan.whole:
@@ -79,8 +84,8 @@ def run_dense(
         dense = [operands.dense(value) for value in arguments]
         if options:
             dense_options = {name: operands.dense(value) for name, value in options.items()}
-            return operands.leave(plan.op(*dense, **dense_options))
-        return operands.leave(plan.op(*dense))
+            return operands.leave(call(*dense, **dense_options))
+        return operands.leave(call(*dense))
     finally:
         operands.release()
 

@@ -42,8 +42,9 @@ def run_list(
     length = len(tensors[0])
     if any(len(value) not in (0, length) for value in lists.values()):
         return _run_group(cls, plan, arguments, options)  # the kernel says what is wrong
-    groups = _groups(cls, tensors, length)
-    if plan.deferrable and len(groups) > 1:
+    sizes, device_bytes = _sizes(cls, tensors, length)
+    is_large = sum(sizes) > device_bytes // WHOLE_IN_DEVICE
+    if plan.deferrable and is_large:
         rest = defer(cls, plan, arguments, options, length)
         if not rest:
             return None
@@ -55,6 +56,7 @@ def run_list(
             return run_list(cls, plan, arguments, options)
     results: list[Any] = []
     returned: Any = None
+    groups = _groups(sizes, device_bytes) if is_large else [(0, length)]
     for start, stop in groups:
         returned = _run_range(cls, plan, (arguments, options), (start, stop), results)
     return results if plan.op._schema.returns and results else returned
@@ -104,10 +106,10 @@ def _cut(plan: Plan, name: str, value: Any, start: int, stop: int) -> Any:
     return value[start:stop]
 
 
-def _groups(
+def _sizes(
     cls: type[PagedTensor], tensors: Sequence[Sequence[Any]], length: int
-) -> list[tuple[int, int]]:
-    """Cut the indices into ranges whose paged operands take at most a part of the device tier."""
+) -> tuple[list[int], int]:
+    """Return what the paged operands of each index take in pages, and the device tier's size. In bytes."""
     sizes = [0] * length
     device_bytes = 0
     for value in tensors:
@@ -115,8 +117,11 @@ def _groups(
             if type(tensor) is cls:
                 device_bytes = tensor._runtime.storage.nbytes()
                 sizes[index] += _page_bytes(tensor, tensor._runtime.page_bytes)
-    if sum(sizes) <= device_bytes // WHOLE_IN_DEVICE:
-        return [(0, length)]
+    return sizes, device_bytes
+
+
+def _groups(sizes: Sequence[int], device_bytes: int) -> list[tuple[int, int]]:
+    """Cut the indices into ranges whose paged operands take at most a part of the device tier."""
     groups: list[tuple[int, int]] = []
     start, group_bytes = 0, 0
     for index, index_bytes in enumerate(sizes):
@@ -124,7 +129,7 @@ def _groups(
             groups.append((start, index))
             start, group_bytes = index, 0
         group_bytes += index_bytes
-    groups.append((start, length))
+    groups.append((start, len(sizes)))
     return groups
 
 

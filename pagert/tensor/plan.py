@@ -81,7 +81,7 @@ _FILLED = frozenset(
     {"ones_like", "full_like", "new_ones", "new_full", "rand_like", "randn_like", "randint_like"}
 )
 _COPIES = frozenset({"clone", "_to_copy"})
-_DEFERRABLE = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
+_DEFERRABLE = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 _LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
 
 # Operators that clone the whole storage of their operand, or count an offset from its start.

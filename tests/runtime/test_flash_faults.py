@@ -25,6 +25,7 @@ import pytest
 import torch
 
 import pagert
+from pagert._core.pump import READ
 
 HERE = pathlib.Path(__file__)
 PASS, WRITE_FAILS, READ_FAILS, READ_LIES, HANG = range(5)
@@ -237,8 +238,77 @@ def close_ends_waits(shim: Shim, setup: str, folder: str) -> None:
     assert [type(error) for error in found] == [pagert.PagerClosed] * 3
 
 
+def waiting_updates(pager: pagert.Pager) -> tuple[list, list]:
+    """Parameters, gradients and state whose updates wait, with no page on the device; and what they shall be."""
+    torch.manual_seed(0)
+    values = [torch.randn(NUMBERS) for _ in range(4)]
+    gradients = [torch.randn(NUMBERS) for _ in range(4)]
+    both: list[list] = []
+    for page in (torch.clone, pager.tensor):
+        parameters = [page(value).requires_grad_() for value in values]
+        optimizer = torch.optim.AdamW(parameters, lr=0.01, fused=True)
+        for _ in range(2):
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = page(gradient)
+            optimizer.step()
+        both.append([])
+        for parameter in parameters:
+            state = optimizer.state[parameter]
+            both[-1] += [parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
+    expected, tensors = both
+    for tensor in reversed(tensors):
+        tensor.evict()
+    assert all(tensor._region.deferred.waits for tensor in tensors)
+    return tensors, expected
+
+
+def check_updated(pager: pagert.Pager, tensors: list, expected: list) -> None:
+    for tensor, plain in zip(tensors, expected):
+        assert torch.equal(torch.empty(NUMBERS).copy_(tensor), plain)
+    check(pager, tensors, expected)
+
+
+def reads_fail_within_an_update(shim: Shim, setup: str, folder: str) -> None:
+    """Whoever looks is told; then it goes on with the range that failed. No element is updated twice."""
+    for mode, looked_at in ((READ_FAILS, 0), (READ_LIES, 1), (READ_FAILS, 2), (READ_LIES, 3)):
+        with open_pager(setup, folder) as pager:
+            tensors, expected = waiting_updates(pager)
+            update = tensors[0]._region.deferred
+            for tensor in tensors[4:]:  # what is in the host tier now is none of these
+                tensor.evict()
+            # The first half of what it reads is there, and all of the parameter, which it holds from the start.
+            for tensor, size_bytes in zip(tensors, [4 * NUMBERS] + [2 * NUMBERS] * 3):
+                pager.pump.pin([(tensor._region, 0, size_bytes, READ)]).release()
+            with shim.set(mode, errno.EIO):
+                for _ in range(2):
+                    with pytest.raises(pagert.TransferError):
+                        tensors[looked_at].sum()
+                    assert update.waits and len(update._ran) > 0
+                # Who asks now would share a read that fails.
+                while pager.stats().in_flight_transfers:
+                    time.sleep(0.001)
+            assert pager.stats().held_bytes == 0
+            check_updated(pager, tensors, expected)
+
+
+def updates_meet_a_full_disk(shim: Shim, setup: str, folder: str) -> None:
+    with open_pager(setup, folder) as pager:
+        tensors, expected = waiting_updates(pager)
+        failures = 0
+        with shim.set(WRITE_FAILS, errno.ENOSPC):
+            for tensor in tensors:  # together they change more than the device holds
+                try:
+                    tensor.sum()
+                except pagert.TransferError as error:
+                    assert error.errno == errno.ENOSPC
+                    failures += 1
+        assert failures > 0
+        check_updated(pager, tensors, expected)
+
+
 SCENARIOS = [writes_fail, disk_is_full, reads_fail, reads_lie, never_completes,
-             is_dropped_while_it_hangs, is_interrupted, close_ends_waits]  # fmt: skip
+             is_dropped_while_it_hangs, is_interrupted, close_ends_waits,
+             reads_fail_within_an_update, updates_meet_a_full_disk]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
