@@ -39,6 +39,7 @@ enum {
     RECHECKS_MAX = 32,
     REFRESHED_PER_ACCESS = 8,
     AHEAD_SHARE = 16,       /* this part of the device is for pages fetched ahead */
+    NEAR_SHARE = 32,        /* what is so few pages ahead is fetched whatever has to go */
     SEEN_SHARE = 4,         /* what comes is looked at while its pages, fetched or not, are at most this part */
     SLACK_SHARE = 64,       /* of the time until the best victim's use: see is_as_good() */
     PLAN_STEPS = 1024,      /* of the plan, with each access */
@@ -243,12 +244,14 @@ static bool is_planned(const lookahead *state)
     return past->cursor != NONE && history_event(past, past->cursor)->keep != NONE;
 }
 
-/* What is fetched ahead takes no frame from what is needed before, nor from what is planned to stay. */
+/* What is fetched ahead takes no frame from what is needed before; nor from what is planned to stay, unless it comes
+ * so soon that its operator would have to take that frame a moment later, and wait. */
 static bool may_go(const pagert_pager *pager, uint32_t standing, uint32_t time)
 {
     if (pager->look_ahead_only && pager->needed_before >= time)
         return false;
-    bool spare = pager->look_ahead_only || pager->spare_planned;
+    bool is_near = state_of(pager)->ahead_pages < pager->config.frame_count[PAGERT_DEVICE] / NEAR_SHARE;
+    bool spare = (pager->look_ahead_only && !is_near) || pager->spare_planned;
     return !spare || standing < STAYS_ONE || !is_planned(state_of(pager));
 }
 
