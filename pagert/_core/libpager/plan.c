@@ -11,7 +11,7 @@ enum {
     CHAIN_MAX = 16,       /* events of a region that are looked at for the one before */
     ROUNDS = 200,
     ROUNDS_SKIPPED = 50, /* while prices find their order of magnitude */
-    WHOLE_SHARE = 32, /* windows of at most this part of the room stay or go as a whole */
+    WHOLE_SHARE = 128, /* windows of at most this part of the room stay or go as a whole */
 };
 #define RATE 1.0f      /* of the first round's step, for a load of twice the room */
 #define RATE_FALLS 0.02f
@@ -51,7 +51,9 @@ void plan_begin(plan *p, const history *past, uint32_t room)
     p->operator_count = p->gap_count = p->at = p->round = 0;
     p->needed[0] = 0;
     p->written = false;
-    p->owed = 0;
+    for (uint32_t kind = 0; kind < PLACES * KINDS * KINDS; kind++)
+        p->owed[kind] = 0;
+    p->place = 0;
     p->room = room;
     p->stage = PLAN_FIND;
 }
@@ -192,20 +194,28 @@ static void set_price(plan *p)
     p->paid[at + 1] = p->paid[at] + (double)p->price[at];
 }
 
+/* Gaps of one kind lie alike in the period: those of the first operand that was read and is updated next, say. */
+static uint32_t kind_of_gap(const plan *p, const history *past, const event *e)
+{
+    uint32_t start = e->previous != NONE && history_keeps(past, e->previous) ? history_event(past, e->previous)->kind : 0;
+    uint32_t place = p->place < PLACES ? p->place : PLACES - 1;
+    return (place * KINDS + (start < KINDS ? start : 0)) * KINDS + (e->kind == EVENT_RELEASE ? KINDS - 1 : e->kind);
+}
+
 /* A window of which a part stays has to move, or its neighbours do, when the rest comes back. So small ones stay or go
- * as a whole, and what that gives or takes is made up for by the next ones. */
-static uint32_t in_whole_windows(plan *p, uint32_t keep, uint32_t pages)
+ * as a whole, and what that gives or takes the next gaps of their kind make up for. */
+static uint32_t in_whole_windows(plan *p, uint32_t kind, uint32_t keep, uint32_t pages)
 {
     if (keep == 0 || keep >= pages || pages > p->room / WHOLE_SHARE)
         return keep;
-    p->owed += (int32_t)keep;
-    if (2 * p->owed < (int32_t)pages)
+    p->owed[kind] += (int32_t)keep;
+    if (2 * p->owed[kind] < (int32_t)pages)
         return 0;
-    p->owed -= (int32_t)pages;
+    p->owed[kind] -= (int32_t)pages;
     return KEEP_ALL;
 }
 
-static uint32_t pages_to_keep(plan *p, uint32_t number, const event *e)
+static uint32_t pages_to_keep(plan *p, const history *past, uint32_t number, const event *e)
 {
     if (p->gap_of[number] == NONE)
         return KEEP_ALL;
@@ -213,7 +223,8 @@ static uint32_t pages_to_keep(plan *p, uint32_t number, const event *e)
     uint64_t rounds = ROUNDS - ROUNDS_SKIPPED, pages = e->kind == EVENT_RELEASE ? g->pages : e->count;
     if (g->kept == rounds)
         return KEEP_ALL;
-    return in_whole_windows(p, (uint32_t)((2 * g->kept * pages + rounds) / (2 * rounds)), (uint32_t)pages);
+    return in_whole_windows(p, kind_of_gap(p, past, e), (uint32_t)((2 * g->kept * pages + rounds) / (2 * rounds)),
+                            (uint32_t)pages);
 }
 
 /* Of the period; then of the events since then that repeat it. */
@@ -221,9 +232,10 @@ static void publish(plan *p, history *past)
 {
     event *e = &past->events[(p->first + p->at) & past->event_mask];
     if (p->at < p->event_count)
-        e->keep = pages_to_keep(p, p->at, e);
+        e->keep = pages_to_keep(p, past, p->at, e);
     else if (e->match != NONE && e->match >= p->first)
         e->keep = history_event(past, e->match)->keep;
+    p->place = is_access(e) && !e->last ? p->place + 1 : 0;
 }
 
 /* One step of the stage that goes on; how many it has. */
