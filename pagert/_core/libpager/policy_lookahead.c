@@ -344,9 +344,11 @@ static uint32_t victim(pagert_pager *pager, bool clean_only)
     return index != NONE ? index : shadow_victim(pager, clean_only);
 }
 
+/* Where only reads repeat, no write takes a link's time, and half of it will do. */
 static uint32_t ahead_pages_max(const pagert_pager *pager)
 {
-    return 1 + pager->config.frame_count[PAGERT_DEVICE] / AHEAD_SHARE;
+    uint32_t share = state_of(pager)->next.written ? AHEAD_SHARE : 2 * AHEAD_SHARE;
+    return 1 + pager->config.frame_count[PAGERT_DEVICE] / share;
 }
 
 /* A page that goes without a transfer, and is planned to, may go at once: what comes next then finds free frames
@@ -425,7 +427,7 @@ static void go_on_planning(pagert_pager *pager, uint32_t accesses)
     if (plan_is_due(&state->next, &state->past)) {
         uint32_t room = pager->config.frame_count[PAGERT_DEVICE];
         /* What is fetched ahead is seldom all there at once: half of its frames do. */
-        uint32_t aside = state->fetches_ahead ? ahead_pages_max(pager) / 2 : 0;
+        uint32_t aside = state->fetches_ahead ? room / AHEAD_SHARE / 2 : 0;
         state->past.unplanned = 0;
         plan_begin(&state->next, &state->past, room > aside ? room - aside : 1);
     }
@@ -490,7 +492,8 @@ static bool upcoming(pagert_pager *pager, uint32_t *first_page, uint32_t *page_c
     if (!history_is_sure(past))
         return false;
     follow_cursor(state);
-    uint64_t window = pager->config.frame_count[PAGERT_DEVICE] / SEEN_SHARE;
+    uint64_t window = state->next.written ? pager->config.frame_count[PAGERT_DEVICE] / SEEN_SHARE
+                                          : ahead_pages_max(pager) - 1;
     for (; state->ahead < past->now && state->ahead_pages <= window && state->ahead_fetched < ahead_pages_max(pager);
          state->ahead++) {
         event *e = &past->events[state->ahead & past->event_mask];
