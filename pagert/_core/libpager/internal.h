@@ -293,6 +293,7 @@ bool repack_fits_alone(const pagert_pager *pager, pagert_pin *pin);
 
 /* pin.c */
 void pin_fail_waiters(pagert_pager *pager, const pagert_failure *failure, bool full);
+bool pin_is_waited_for(const pagert_pager *pager);
 
 /* pager.c */
 void region_page_gone(pagert_pager *pager, uint32_t index);

@@ -10,7 +10,6 @@
 
 /* FAILED holds its pages until it is unpinned, REFUSED never held any. */
 enum { FEW = 16 };           /* accesses that are compared with each other without more ado */
-enum { WRITES_AHEAD = 16 }; /* transfers that go on at most when one more page is written ahead */
 enum { PIN_NEW, PIN_WAITING, PIN_REPACKING, PIN_PLACED, PIN_READY, PIN_FAILED, PIN_REFUSED, PIN_RELEASED };
 
 static void hold(pagert_pager *pager, uint32_t index)
@@ -488,6 +487,15 @@ int pagert_unpin(pagert_pager *pager, pagert_pin *pin)
     return 0;
 }
 
+/* A pin that found no room yet holds nothing: what it needs could go, and come back, without end. */
+bool pin_is_waited_for(const pagert_pager *pager)
+{
+    for (const pagert_pin *pin = pager->unready; pin != NULL; pin = pin->next)
+        if (pin->state == PIN_WAITING || pin->state == PIN_REPACKING)
+            return true;
+    return false;
+}
+
 int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes)
 {
     pagert_access access = {.region = region, .offset_bytes = offset_bytes, .size_bytes = size_bytes};
@@ -503,79 +511,4 @@ int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_b
         pager->counters.prefetches += pin.faults;
     pagert_unpin(pager, &pin);
     return placed;
-}
-
-/* Pages that wait for a fetch to start. */
-static uint32_t fetch_backlog(const pagert_pager *pager)
-{
-    return pager->queues[PAGERT_HOST_TO_DEVICE].count + pager->queues[PAGERT_FLASH_TO_DEVICE].count +
-           pager->queues[PAGERT_FLASH_TO_HOST].count + pager->queues[QUEUE_HOST_WAIT].count;
-}
-
-static uint32_t writeback_backlog(const pagert_pager *pager)
-{
-    return pager->queues[PAGERT_DEVICE_TO_HOST].count + pager->queues[PAGERT_DEVICE_TO_FLASH].count;
-}
-
-static uint32_t fetch_ahead(pagert_pager *pager, uint32_t backlog_max)
-{
-    uint32_t started = 0;
-    pagert_access access = {.mode = PAGERT_READ};
-    uint32_t first_page, page_count;
-    while (fetch_backlog(pager) < backlog_max &&
-           pager->policy->upcoming(pager, &first_page, &page_count, &pager->needed_before)) {
-        const page *head = &pager->pages[pager->pages[first_page].region];
-        access.region = (pagert_region){pager->pages[first_page].region, head->generation};
-        access.offset_bytes = (uint64_t)(first_page - access.region.first_page) << pager->page_shift;
-        access.size_bytes = (uint64_t)page_count << pager->page_shift;
-        if (first_page + page_count == access.region.first_page + head->page_count)
-            access.size_bytes -= pager->config.page_bytes - head->tail_bytes;
-        pager->look_ahead_only = true;
-        int placed = pagert_prefetch(pager, access.region, access.offset_bytes, access.size_bytes);
-        pager->look_ahead_only = false;
-        if (placed != 1)
-            break;
-        pager->policy->fetched(pager);
-        started += page_count;
-    }
-    return started;
-}
-
-/* Write dirty pages that will have to go while the links have little to do. Only into frames that are free: to
- * drop a host copy for one would make another page dirty again, and that without end. */
-static uint32_t write_ahead(pagert_pager *pager)
-{
-    uint32_t started = 0;
-    while (!pager->write_ahead_failed && pager->queues[QUEUE_HOST_WAIT].count == 0 &&
-           frame_set_free_count(&pager->sets[pager->lower_tier]) > 0 &&
-           pager->in_flight + writeback_backlog(pager) < WRITES_AHEAD) {
-        uint32_t index = pager->policy->writable(pager);
-        if (index == NONE)
-            break;
-        set_flag(&pager->pages[index], PAGE_CLEANING);
-        page_advance(pager, index);
-        lower_grant_host(pager);
-        started++;
-    }
-    return started;
-}
-
-/* A pin that found no room yet holds nothing: what it needs could go, and come back, without end. */
-static bool is_waited_for(const pagert_pager *pager)
-{
-    for (const pagert_pin *pin = pager->unready; pin != NULL; pin = pin->next)
-        if (pin->state == PIN_WAITING || pin->state == PIN_REPACKING)
-            return true;
-    return false;
-}
-
-uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max)
-{
-    uint32_t index;
-    if (pager->policy->upcoming == NULL || is_waited_for(pager))
-        return 0;
-    while ((index = pager->policy->leaver(pager)) != NONE)
-        page_start_leaving(pager, index);
-    uint32_t started = fetch_ahead(pager, backlog_max);
-    return started + write_ahead(pager);
 }

@@ -197,9 +197,11 @@ static void set_price(plan *p)
 /* Gaps of one kind lie alike in the period: those of the first operand that was read and is updated next, say. */
 static uint32_t kind_of_gap(const plan *p, const history *past, const event *e)
 {
-    uint32_t start = e->previous != NONE && history_keeps(past, e->previous) ? history_event(past, e->previous)->kind : 0;
+    bool known = e->previous != NONE && history_keeps(past, e->previous);
+    uint32_t start = known ? history_event(past, e->previous)->kind : EVENT_READ;
+    uint32_t end = e->kind == EVENT_RELEASE ? KINDS - 1 : e->kind;
     uint32_t place = p->place < PLACES ? p->place : PLACES - 1;
-    return (place * KINDS + (start < KINDS ? start : 0)) * KINDS + (e->kind == EVENT_RELEASE ? KINDS - 1 : e->kind);
+    return (place * KINDS + (start < KINDS ? start : EVENT_READ)) * KINDS + end;
 }
 
 /* A window of which a part stays has to move, or its neighbours do, when the rest comes back. So small ones stay or go

@@ -122,7 +122,8 @@ static bool is_fetched_ahead(const lookahead *state, uint32_t time)
 static bool goes(const lookahead *state, const use *next, uint32_t offset)
 {
     const event *e = next->event;
-    return !is_fetched_ahead(state, next->time) && e->keep < KEEP_ALL && (e->kind == EVENT_RELEASE ? offset : offset - e->offset) >= e->keep;
+    uint32_t place = e->kind == EVENT_RELEASE ? offset : offset - e->offset;
+    return !is_fetched_ahead(state, next->time) && e->keep < KEEP_ALL && place >= e->keep;
 }
 
 /* Where the page belongs, and the time of its next use if that is known. */
