@@ -302,6 +302,8 @@ def updates_meet_a_full_disk(shim: Shim, setup: str, folder: str) -> None:
                 except pagert.TransferError as error:
                     assert error.errno == errno.ENOSPC
                     failures += 1
+            while pager.stats().in_flight_transfers:  # or a later pin hears of their failure
+                time.sleep(0.001)
         assert failures > 0
         check_updated(pager, tensors, expected)
 
