@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from pagers import MIB
 from torch import nn
@@ -97,3 +98,12 @@ class Pair:
 
 def adamw(parameters, **options):
     return torch.optim.AdamW(parameters, **{"lr": 0.01, "fused": True, **options})
+
+
+@pytest.fixture
+def pair(pager):
+    """After a step of which every update waits."""
+    pair = Pair(pager, adamw)
+    pair.step()
+    assert all(waits(parameter) for parameter in pair.paged)
+    return pair

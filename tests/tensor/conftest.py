@@ -5,3 +5,4 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from pagers import make_pager, one_thread, pager  # noqa: F401
+from stepping import pair  # noqa: F401

@@ -27,15 +27,6 @@ def pager():
         yield pager
 
 
-@pytest.fixture
-def pair(pager):
-    """After a step of which every update waits."""
-    pair = Pair(pager, adamw)
-    pair.step()
-    assert all(waits(parameter) for parameter in pair.paged)
-    return pair
-
-
 def adam(parameters, **options):
     return torch.optim.Adam(parameters, **{"lr": 0.01, "fused": True, **options})
 
