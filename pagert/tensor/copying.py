@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagert._core.pump import OVERWRITE, READ, UPDATE
+from pagert.geometry import byte_range, fills_range, is_dense
 
-from .geometry import byte_range, fills_range, is_dense
 from .operands import Operands
 
 if TYPE_CHECKING:

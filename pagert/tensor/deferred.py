@@ -22,8 +22,8 @@ import torch
 from pagert._core.operation import Turn
 from pagert._core.pump import UPDATE, Region
 from pagert.errors import OutOfFrames
+from pagert.geometry import byte_range
 
-from .geometry import byte_range
 from .operands import Operands, geometry
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ import torch
 from pagert._core.operation import Dispatcher
 from pagert._core.pump import OVERWRITE, READ, UPDATE
 from pagert.errors import UnsupportedOperator
+from pagert.geometry import byte_range, describe
 
 from . import factories, lists, views
-from .geometry import byte_range, describe
 from .operands import Operands, flat, geometry, leave
 from .plan import Kind, Plan, analyse
 

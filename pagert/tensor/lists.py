@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagert.errors import OutOfFrames
+from pagert.geometry import byte_range
 
 from .deferred import defer
-from .geometry import byte_range
 
 if TYPE_CHECKING:
     from .paged_tensor import PagedTensor

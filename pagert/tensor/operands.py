@@ -16,8 +16,7 @@ import torch
 from pagert._core.pump import OVERWRITE, READ, UPDATE
 from pagert.config import format_bytes
 from pagert.errors import ForeignTensor, OutOfFrames, TierFull, UnsupportedOperator
-
-from .geometry import byte_range, describe, fills_range
+from pagert.geometry import byte_range, describe, fills_range
 
 if TYPE_CHECKING:
     from pagert._core.pump import Pin

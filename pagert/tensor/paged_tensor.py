@@ -17,10 +17,10 @@ import torch
 
 from pagert._core.pump import READ, UPDATE
 from pagert.errors import PagerClosed, UnsupportedOperator, UnsupportedTensor
+from pagert.geometry import byte_range, contiguous_stride, describe, extent, fills_range
 
 from . import copying, gradients, persistence
 from .dispatch import make_dispatcher
-from .geometry import byte_range, contiguous_stride, describe, extent, fills_range
 from .operands import Operands
 
 if TYPE_CHECKING:

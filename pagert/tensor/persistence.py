@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pagert.errors import PagertError
+from pagert.geometry import describe
 
 from . import copying
-from .geometry import describe
 
 if TYPE_CHECKING:
     from .paged_tensor import PagedTensor

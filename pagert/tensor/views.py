@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagert.errors import UnsupportedOperator
-
-from .geometry import byte_range, contiguous_stride, describe, extent
+from pagert.geometry import byte_range, contiguous_stride, describe, extent
 
 if TYPE_CHECKING:
     from .paged_tensor import PagedTensor

@@ -15,9 +15,9 @@ import torch
 
 from pagert.config import format_bytes
 from pagert.errors import ForeignTensor, PagertError
+from pagert.geometry import byte_range, describe
 from pagert.tensor import gradients
 from pagert.tensor.copying import copy, load
-from pagert.tensor.geometry import byte_range, describe
 from pagert.tensor.paged_tensor import PagedTensor, check_wrappable
 from pagert.tensor.persistence import user_attributes
 
