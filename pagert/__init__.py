@@ -15,6 +15,8 @@ if sys.platform != "linux":
 
 from pagert.config import Config
 from pagert.errors import (
+    CheckpointError,
+    CheckpointMismatch,
     ConfigurationError,
     ConfigurationTypeError,
     ForeignTensor,
@@ -31,6 +33,7 @@ from pagert.errors import (
 from pagert.stats import Stats, TierStats
 
 if TYPE_CHECKING:
+    from pagert.files import save
     from pagert.pager import Pager
     from pagert.simulation import Simulation, simulate
     from pagert.tensor import PagedTensor
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointMismatch",
     "Config",
     "ConfigurationError",
     "ConfigurationTypeError",
@@ -59,6 +64,7 @@ __all__ = [
     "UnsupportedOperator",
     "UnsupportedTensor",
     "get_include",
+    "save",
     "simulate",
 ]
 
@@ -94,6 +100,10 @@ def __getattr__(name: str) -> Any:
         from pagert.trace import Trace
 
         return Trace
+    if name == "save":
+        from pagert.files import save
+
+        return save
     if name in ("Simulation", "simulate"):
         from pagert import simulation
 

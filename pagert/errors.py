@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointMismatch",
     "ConfigurationError",
     "ConfigurationTypeError",
     "ForeignTensor",
@@ -60,6 +62,14 @@ class TransferError(PagertError, OSError):
 
 class TransferTimeout(PagertError, TimeoutError):
     """A transfer did not come back before the deadline."""
+
+
+class CheckpointError(PagertError, ValueError):
+    """A checkpoint's files are no safetensors files, not whole, or do not belong together."""
+
+
+class CheckpointMismatch(PagertError, RuntimeError):
+    """A checkpoint lacks tensors of the model, has others, or has them in other shapes."""
 
 
 class UnsupportedTensor(PagertError, TypeError):

@@ -21,6 +21,7 @@ LAYERS = [
     {"runtime", "trace"},
     {"tensor", "simulation"},
     {"training"},
+    {"files"},
     {"pager"},
     {"__init__"},
     {"cli", "finetune", "__main__"},
