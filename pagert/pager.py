@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
 
 from .errors import ConfigurationError
+from .files import load_into
 from .runtime import Runtime
 from .tensor.paged_tensor import PagedTensor, check_wrappable
 from .trace import Trace
 from .trace.recording import record
 from .training import modules
+from .training.creating import creating
+from .training.loading import keep_loaded_paged
 
 __all__ = ["Pager"]
 
@@ -140,13 +144,93 @@ class Pager(Runtime):
             A parameter is part of a graph that is still alive.
         """
         self._check_open("pager.page_")
-        if min_bytes is None:
-            min_bytes = self.page_bytes // 4
-        elif min_bytes < 0:
-            raise ConfigurationError(f"min_bytes={min_bytes}: give 0 or a positive number of bytes")
+        keep_loaded_paged()
+        min_bytes = self._min_bytes(min_bytes)
         self.plain_bytes = modules.page_module(self, module, min_bytes)
         _log.info("%s: %s", type(module).__name__, modules.report(self.plain_bytes, min_bytes))
         return module
+
+    def creating(self, min_bytes: int | None = None) -> AbstractContextManager[None]:
+        """Make modules paged from the start: inside the context, what they register goes to pages.
+
+        The model is what its construction followed by `page_` gives, bit for bit, without more
+        than one parameter in plain memory. This holds for modules of this thread, with their ties
+        and buffers; of nested contexts the innermost counts. A tensor whose bytes are looked at
+        from elsewhere, through a view for instance, is paged when that has ended, at the latest at
+        the end of the context.
+
+        Parameters
+        ----------
+        min_bytes : int, optional
+            Smaller tensors stay plain; a quarter of a page by default. Their sum is in
+            `plain_bytes` after the context.
+
+        Returns
+        -------
+        context manager
+
+        Raises
+        ------
+        UnsupportedTensor, ForeignTensor
+            From the registration: a tensor cannot be paged, or belongs to another pager. At the
+            end of the context: a lazy module has no shape yet.
+        PagertError
+            At the end of the context: a parameter is part of a graph that is still alive.
+
+        Examples
+        --------
+        >>> import torch, pagert
+        >>> with pagert.Pager(device="cpu", device_bytes="1MiB", host_bytes="4MiB") as pager:
+        ...     with pager.creating():
+        ...         model = torch.nn.Linear(64, 64)
+        ...     type(model.weight).__name__
+        'PagedTensor'
+        """
+        self._check_open("pager.creating")
+        keep_loaded_paged()
+        return creating(self, self._min_bytes(min_bytes))
+
+    def load_(
+        self,
+        module: torch.nn.Module,
+        path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        strict: bool = True,
+    ) -> Any:
+        """Load safetensors files into the tensors of a module, a part of a tensor at a time.
+
+        It does what `module.load_state_dict` does with what is in the files, hooks and conversion
+        of dtypes included, and holds at most 4 MiB outside of pages. A tensor that is stored under
+        one of its names gives it all of them. Blocks until everything is read.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            Its tensors, paged or plain, are written.
+        path : path or list of paths
+            A safetensors file, several, the index (JSON) of several, or a folder with one of these.
+        strict : bool
+            Whether names that only the files or only the module have are refused.
+
+        Returns
+        -------
+        NamedTuple
+            `missing_keys` and `unexpected_keys`, lists of str, as `load_state_dict` returns them.
+
+        Raises
+        ------
+        CheckpointError
+            A file is no whole safetensors file, or the files do not belong together; before
+            anything is changed.
+        CheckpointMismatch
+            Shapes differ, or names do and `strict` is set; before anything is changed, unless
+            modules have rules of loading of their own.
+        UnsupportedTensor
+            The module is on the meta device.
+        OSError
+            A file is missing or cannot be read.
+        """
+        self._check_open("pager.load_")
+        return load_into(module, path, strict)
 
     def unpage_(self, module: _Module) -> _Module:
         """Give the parameters, buffers and gradients of a module plain memory again, in place.
@@ -156,6 +240,13 @@ class Pager(Runtime):
         self._check_open("pager.unpage_")
         modules.unpage_module(self, module)
         return module
+
+    def _min_bytes(self, asked: int | None) -> int:
+        if asked is None:
+            return self.page_bytes // 4
+        if asked < 0:
+            raise ConfigurationError(f"min_bytes={asked}: give 0 or a positive number of bytes")
+        return asked
 
     def trace(self, metadata: dict[str, Any] | None = None) -> AbstractContextManager[Trace]:
         """Record what operators need, and which regions come and go, inside a with block.

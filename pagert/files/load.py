@@ -110,6 +110,8 @@ def load_into(
             except RuntimeError as error:
                 if copies.failure is not None:
                     raise copies.failure from error
+                if not str(error).startswith("Error(s) in loading state_dict"):
+                    raise
                 raise CheckpointMismatch(str(error)) from error
 
 
@@ -142,19 +144,25 @@ def _check(
                 f"{name} is on the meta device, where it has no bytes to load into; make the model "
                 "inside `with pager.creating():`"
             )
-    unsure = _with_rules_of_their_own(module)
-    sure = {name for name in targets if not name.startswith(tuple(unsure))}
+    unsure = tuple(_with_rules_of_their_own(module))
+    missing = [
+        name for name in targets if name not in state and not name.startswith(unsure)
+    ]
+    unexpected = [
+        name for name in state if name not in targets and not name.startswith(unsure)
+    ]
     problems = []
     for name in targets:
-        if name in sure and name in state and not _fits(targets[name], state[name]):
+        if (
+            name in state
+            and not name.startswith(unsure)
+            and not _fits(targets[name], state[name])
+        ):
             problems.append(
                 f"{name} is {tuple(state[name].shape)} in the checkpoint and "
                 f"{tuple(targets[name].shape)} in the model"
             )
     if strict:
-        missing = [name for name in targets if name in sure and name not in state]
-        # Hooks and rules may rename what is in the files.
-        unexpected = [] if unsure else [name for name in state if name not in targets]
         problems += [f"{name} is missing in the checkpoint" for name in missing]
         problems += [f"{name} is not in the model" for name in unexpected]
     if problems:
@@ -169,7 +177,10 @@ def _check(
 
 
 def _with_rules_of_their_own(module: torch.nn.Module) -> set[str]:
-    """Return the prefixes below which only `load_state_dict` itself knows what is loaded where."""
+    """Return the prefixes below which only `load_state_dict` itself knows what is loaded where.
+
+    A module's hooks and rules are given the names below its own prefix alone.
+    """
     prefixes = set()
     for name, inner in module.named_modules(remove_duplicate=False):
         if (

@@ -8,7 +8,7 @@ references and hooks that know it keep working. Only what the object is made of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
-__all__ = ["page_module", "unpage_module"]
+__all__ = [
+    "become_tied",
+    "check_pageable",
+    "page_module",
+    "page_tensors",
+    "report",
+    "unpage_module",
+    "used_elsewhere",
+]
 
 
 def page_module(runtime: Runtime, module: torch.nn.Module, min_bytes: int) -> int:
@@ -53,13 +61,18 @@ def page_module(runtime: Runtime, module: torch.nn.Module, min_bytes: int) -> in
     PagertError
         A parameter is part of a graph that is still alive; what was paged before it stays paged.
     """
+    return page_tensors(runtime, list(_tensors(module)), min_bytes)
+
+
+def page_tensors(
+    runtime: Runtime, names: Sequence[tuple[str, torch.Tensor]], min_bytes: int
+) -> int:
+    """Page tensors of modules by name, as `page_module` does."""
     named = {
-        id(tensor): (name, tensor)
-        for name, tensor in reversed(list(_tensors(module)))
-        if not tensor.is_meta
+        id(tensor): (name, tensor) for name, tensor in reversed(names) if not tensor.is_meta
     }
     for name, tensor in reversed(named.values()):
-        _check(runtime, name, tensor)
+        check_pageable(runtime, name, tensor)
         if type(tensor) is not PagedTensor:
             _check_unused(name, tensor)
     plain_bytes = 0
@@ -113,7 +126,8 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _check(runtime: Runtime, name: str, tensor: torch.Tensor) -> None:
+def check_pageable(runtime: Runtime, name: str, tensor: torch.Tensor) -> None:
+    """Raise `UnsupportedTensor` or `ForeignTensor` where `runtime` cannot have the tensor's bytes."""
     if type(tensor) is PagedTensor:
         if tensor._runtime is not runtime:
             raise ForeignTensor(
@@ -138,6 +152,13 @@ def _check_unused(name: str, tensor: torch.Tensor) -> None:
             "module before its "
             "forward pass, or after backward when the loss and the views are gone"
         )
+
+
+def used_elsewhere(tensor: torch.Tensor) -> bool:
+    """Tell whether anybody beside the object itself holds on to what a plain tensor is made of."""
+    storage = tensor.untyped_storage()
+    # Two hold it for sure: the tensor, and the object `storage`.
+    return _use_count(tensor) > 1 or torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def _use_count(tensor: torch.Tensor) -> int:
@@ -203,6 +224,13 @@ def _page_tied(
                 whole, tensor, int(tensor.storage_offset()) - start // tensor.itemsize
             ),
         )
+
+
+def become_tied(name: str, tensor: torch.Tensor, owner: PagedTensor) -> None:
+    """Make a plain tensor another look at the bytes of `owner`, which has the same geometry."""
+    _check_unused(name, tensor)
+    _become(name, tensor, PagedTensor._view(owner, tensor, int(owner.storage_offset())))
+    gradients.keep_paged(cast(PagedTensor, tensor))
 
 
 def _load_region(tensor: PagedTensor) -> torch.Tensor:
