@@ -13,6 +13,7 @@ from pagert.errors import PagertError
 from pagert.geometry import describe
 
 from . import copying
+from .unread import is_saving, reduce_unread
 
 if TYPE_CHECKING:
     from .paged_tensor import PagedTensor
@@ -82,6 +83,11 @@ def shallow_copy(tensor: PagedTensor) -> torch.Tensor:
 
 def reduce(cls: type[PagedTensor], tensor: PagedTensor, protocol: Any) -> Any:
     """Return how to make the plain tensor that stands for `tensor` outside of this process."""
+    if is_saving():
+        is_parameter = getattr(tensor, "_is_param", False)
+        unread = reduce_unread(tensor, is_parameter, user_attributes(tensor))
+        if unread is not None:
+            return unread
     try:
         return plain_object(cls, tensor).__reduce_ex__(protocol)
     except PagertError as error:
