@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Iterable, Sequence
@@ -188,7 +189,9 @@ class Pager(Runtime):
         """
         self._check_open("pager.creating")
         keep_loaded_paged()
-        return creating(self, self._min_bytes(min_bytes))
+        return creating(
+            self, self._min_bytes(min_bytes), functools.partial(setattr, self, "plain_bytes")
+        )
 
     def load_(
         self,

@@ -44,7 +44,7 @@ class _FileTensor(torch.Tensor):
         return self._checkpoint.read(self._stored)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = _pytree.tree_map_only(_FileTensor, _FileTensor.read, (args, kwargs or {}))

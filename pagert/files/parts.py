@@ -52,7 +52,7 @@ def parts(tensor: torch.Tensor, length_max: int) -> Iterator[Part]:
             view = flat[start : start + length_max]
             yield Part(view, iter((start,)), view.numel())
         return
-    outermost_first = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+    outermost_first = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     for starts, lengths in _boxes((0,) * tensor.dim(), tensor.shape, outermost_first, length_max):
         view = tensor
         for axis, (start, length) in enumerate(zip(starts, lengths, strict=True)):
@@ -108,4 +108,4 @@ class Staging:
         if self._bytes.numel() < size_bytes:
             self._bytes = torch.empty(size_bytes, dtype=torch.uint8)
         used = self._bytes[:size_bytes]
-        return used.view(dtype).view(view.shape), memoryview(used.numpy())
+        return used.view(dtype).view(view.shape), used.numpy().data

@@ -41,7 +41,7 @@ class _UnreadStorage(torch.UntypedStorage):
         return (storage._cdata, *byte_range(self._tensor), self._tensor.dtype)
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return self._tensor.device if self._legacy else torch.device("meta")
 
     def nbytes(self) -> int:

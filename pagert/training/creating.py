@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,7 +29,7 @@ from pagert.tensor.paged_tensor import PagedTensor
 from pagert.training import modules
 
 if TYPE_CHECKING:
-    from pagert.pager import Pager
+    from pagert.runtime import Runtime
 
 __all__ = ["creating"]
 
@@ -42,9 +42,14 @@ _innermost: contextvars.ContextVar[_Creation | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def creating(pager: Pager, min_bytes: int) -> Iterator[None]:
-    """Page what modules register in this thread while the context is open; see `Pager.creating`."""
-    creation = _Creation(pager, min_bytes)
+def creating(
+    runtime: Runtime, min_bytes: int, found_plain: Callable[[int], None]
+) -> Iterator[None]:
+    """Page what modules register in this thread while the context is open; see `Pager.creating`.
+
+    At the end `found_plain` is told the bytes of all tensors that stay plain.
+    """
+    creation = _Creation(runtime, min_bytes)
     before = _innermost.set(creation)
     handles = [
         register_module_parameter_registration_hook(creation.registered),
@@ -57,14 +62,14 @@ def creating(pager: Pager, min_bytes: int) -> Iterator[None]:
         for handle in handles:
             handle.remove()
         _innermost.reset(before)
-    creation.finish()
+    found_plain(creation.finish())
 
 
 class _Creation:
     """The modules that one context has seen, and the tensors of theirs that have to wait."""
 
-    def __init__(self, pager: Pager, min_bytes: int) -> None:
-        self._pager = pager
+    def __init__(self, runtime: Runtime, min_bytes: int) -> None:
+        self._runtime = runtime
         self._min_bytes = min_bytes
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._waiting: list[tuple[str, weakref.ref[torch.Tensor]]] = []
@@ -82,8 +87,8 @@ class _Creation:
                 self._page_unless_shared(label, earlier)
         self._page_unless_shared(f"{type(module).__name__}.{name}", tensor)
 
-    def finish(self) -> None:
-        """Page what had to wait, with its ties."""
+    def finish(self) -> int:
+        """Page what had to wait, with its ties, and count the bytes that stay plain."""
         # Not only what waits: a tensor may have been put into a module without being registered.
         named = [
             (f"{type(module).__name__}.{name}", tensor)
@@ -92,24 +97,24 @@ class _Creation:
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         ]
-        plain_bytes = modules.page_tensors(self._pager, named, self._min_bytes)
-        self._pager.plain_bytes = plain_bytes
+        plain_bytes = modules.page_tensors(self._runtime, named, self._min_bytes)
         _log.info("creating: %s", modules.report(plain_bytes, self._min_bytes))
+        return plain_bytes
 
     def _page_unless_shared(self, label: str, tensor: torch.Tensor) -> None:
-        if torch.nn.parameter.is_lazy(tensor) or _waits(self._pager, label, tensor):
+        if torch.nn.parameter.is_lazy(tensor) or _waits(self._runtime, label, tensor):
             self._waiting.append((label, weakref.ref(tensor)))
         elif tensor.is_meta or byte_range(tensor)[1] < self._min_bytes:
             return
         else:
-            modules.page_tensors(self._pager, [(label, tensor)], self._min_bytes)
+            modules.page_tensors(self._runtime, [(label, tensor)], self._min_bytes)
 
 
-def _waits(pager: Pager, label: str, tensor: torch.Tensor) -> bool:
+def _waits(runtime: Runtime, label: str, tensor: torch.Tensor) -> bool:
     """Tell whether somebody else looks at the bytes: to move them now would part the two."""
     if tensor.is_meta:
         return False
-    modules.check_pageable(pager, label, tensor)
+    modules.check_pageable(runtime, label, tensor)
     return type(tensor) is not PagedTensor and modules.used_elsewhere(tensor)
 
 
@@ -121,8 +126,9 @@ class _PlainWhereTooLarge(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except OutOfFrames:
-            # Nothing was computed: whatever needs pages has them before it starts. Lists run in groups.
-            if any(isinstance(argument, (list, tuple)) for argument in args if _holds_pages(argument)):
+            # Nothing was computed: an operator starts when it has its pages. Those on lists run in
+            # groups.
+            if any(isinstance(argument, (list, tuple)) and _holds_pages(argument) for argument in args):
                 raise
         lent: dict[int, torch.Tensor] = {}
 
@@ -134,11 +140,11 @@ class _PlainWhereTooLarge(TorchDispatchMode):
         plain_args, plain_kwargs = _pytree.tree_map_only(PagedTensor, plain, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         for argument, value in _arguments(func, args, kwargs):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                if type(value) is PagedTensor:
-                    copy(PagedTensor, value, lent[id(value)], overwrite=True)
-                    if result is lent[id(value)]:
-                        result = value
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and type(value) is PagedTensor:
+                copy(PagedTensor, value, lent[id(value)], overwrite=True)
+                if result is lent[id(value)]:
+                    result = value
         return result
 
 

@@ -85,7 +85,7 @@ class _Assigned:
 
     def registered(self, module: torch.nn.Module, name: str, tensor: Any) -> None:
         """Page a tensor in place where a load is about to put it in the place of a paged one."""
-        before = module._parameters.get(name)
+        before: Any = module._parameters.get(name)
         if before is None:
             before = module._buffers.get(name)
         if type(before) is not PagedTensor or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
