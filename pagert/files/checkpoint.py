@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from pagert.files.safetensors import StoredTensor, read_header
 __all__ = ["INDEX_END", "Checkpoint", "read_index"]
 
 INDEX_END = ".index.json"
+_SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}\.safetensors$")
 
 
 class Checkpoint:
@@ -132,11 +134,12 @@ def _find(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
             files = sorted(path.glob("*.safetensors"))
             if not files:
                 raise CheckpointError(f"{path}: there is no safetensors file in this folder")
-            return files, None
+            # Beside a whole file, shards without an index are of a save that was killed.
+            return [file for file in files if not _SHARD.search(file.name)] or files, None
         index = indices[0]
     elif not path.name.endswith(INDEX_END):
         index = path.with_name(path.name + INDEX_END)
-        if not index.is_file():
+        if path.exists() or not index.is_file():
             return [path], None
     listed = read_index(index)
     files = sorted(set(listed.values()))

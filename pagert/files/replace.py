@@ -28,6 +28,9 @@ class Replacement:
     ----------
     target : Path
         Where it goes. Its folder exists.
+    whole : Path, optional
+        What it is a part of, in the same folder, where that is another file: what was left behind
+        is looked for under this name.
 
     Attributes
     ----------
@@ -35,12 +38,11 @@ class Replacement:
         What was written so far.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, whole: Path | None = None) -> None:
         self.target = target
-        self._remove_abandoned()
-        self._fd, name = tempfile.mkstemp(
-            prefix=f"{_PREFIX}{target.name}.", suffix=_END, dir=target.parent
-        )
+        prefix = f"{_PREFIX}{(whole or target).name}."
+        _remove_abandoned(target.parent, prefix)
+        self._fd, name = tempfile.mkstemp(prefix=prefix, suffix=_END, dir=target.parent)
         self._path: Path | None = Path(name)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,18 +101,18 @@ class Replacement:
             os.close(self._fd)
             self._fd = -1
 
-    def _remove_abandoned(self) -> None:
-        start = f"{_PREFIX}{self.target.name}."
-        for path in self.target.parent.iterdir():
-            if not (path.name.startswith(start) and path.name.endswith(_END)):
-                continue
-            with contextlib.suppress(OSError):  # somebody else's, or gone meanwhile
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-                finally:
-                    os.close(fd)
+
+def _remove_abandoned(folder: Path, prefix: str) -> None:
+    for path in folder.iterdir():
+        if not (path.name.startswith(prefix) and path.name.endswith(_END)):
+            continue
+        with contextlib.suppress(OSError):  # somebody writes it, or it is gone meanwhile
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)
 
 
 def check_room(target: Path, needed_bytes: int) -> None:

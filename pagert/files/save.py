@@ -98,13 +98,13 @@ def save(
     shards = _shards(tensors, limit_bytes)
     before = _listed_before(target)
     if len(shards) == 1:
-        _write_all([target], shards, noted)
+        _write_all(target, [target], shards, noted)
         index = target.with_name(target.name + INDEX_END)
         index.unlink(missing_ok=True)
         after = {target}
     else:
         files = _shard_names(target, len(shards))
-        _write_all(files, shards, noted)
+        _write_all(target, files, shards, noted)
         _write_index(target, files, shards, noted)
         target.unlink(missing_ok=True)
         after = set(files)
@@ -195,23 +195,23 @@ def _listed_before(target: Path) -> set[Path]:
 
 
 def _write_all(
-    files: Sequence[Path], shards: Sequence[Sequence[_Named]], metadata: Mapping[str, str]
+    target: Path,
+    files: Sequence[Path],
+    shards: Sequence[Sequence[_Named]],
+    metadata: Mapping[str, str],
 ) -> None:
+    """Write the files under other names; when all are on the disk, they get their own."""
     staging = Staging()
-    done: list[Path] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        written = []
         for file, shard in zip(files, shards, strict=True):
-            with Replacement(file) as replacement:
-                _write(replacement, shard, metadata, staging)
-                replacement.force()
-                replacement.commit()
-            done.append(file)
-    except BaseException:
-        if len(files) > 1:  # shards have names of their own; no index speaks of them
-            for file in done:
-                file.unlink(missing_ok=True)
-        raise
-    force_to_disk(files[0].parent)
+            replacement = stack.enter_context(Replacement(file, target))
+            _write(replacement, shard, metadata, staging)
+            replacement.force()
+            written.append(replacement)
+        for replacement in written:
+            replacement.commit()
+    force_to_disk(target.parent)
 
 
 @torch.no_grad()
@@ -252,12 +252,12 @@ def _write_index(
         },
     }
     try:
-        with Replacement(target.with_name(target.name + INDEX_END)) as replacement:
+        with Replacement(target.with_name(target.name + INDEX_END), target) as replacement:
             replacement.write(json.dumps(index, indent=2).encode(), 0)
             replacement.force()
             replacement.commit()
     except BaseException:
-        for file in files:
+        for file in files:  # no index speaks of them
             with contextlib.suppress(OSError):
                 file.unlink()
         raise
