@@ -59,9 +59,7 @@ class _ByParts(TorchDispatchMode):
         self._done: set[tuple[int, object]] = set()
         self.failure: BaseException | None = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not any(issubclass(kind, _FileTensor) for kind in types):
             return func(*args, **(kwargs or {}))
         try:
@@ -99,8 +97,7 @@ def load_into(
             if isinstance(tensor, torch.Tensor)
         }
         state = {
-            name: _FileTensor.of(checkpoint, stored)
-            for name, stored in checkpoint.tensors.items()
+            name: _FileTensor.of(checkpoint, stored) for name, stored in checkpoint.tensors.items()
         }
         _add_ties(state, targets, checkpoint.metadata)
         _check(module, targets, state, strict)
@@ -145,19 +142,11 @@ def _check(
                 "inside `with pager.creating():`"
             )
     unsure = tuple(_with_rules_of_their_own(module))
-    missing = [
-        name for name in targets if name not in state and not name.startswith(unsure)
-    ]
-    unexpected = [
-        name for name in state if name not in targets and not name.startswith(unsure)
-    ]
+    missing = [name for name in targets if name not in state and not name.startswith(unsure)]
+    unexpected = [name for name in state if name not in targets and not name.startswith(unsure)]
     problems = []
     for name in targets:
-        if (
-            name in state
-            and not name.startswith(unsure)
-            and not _fits(targets[name], state[name])
-        ):
+        if name in state and not name.startswith(unsure) and not _fits(targets[name], state[name]):
             problems.append(
                 f"{name} is {tuple(state[name].shape)} in the checkpoint and "
                 f"{tuple(targets[name].shape)} in the model"

@@ -248,7 +248,9 @@ def _write_index(
             "total_size": sum(entry.size_bytes for shard in shards for entry in shard),
         },
         "weight_map": {
-            entry.name: file.name for file, shard in zip(files, shards, strict=True) for entry in shard
+            entry.name: file.name
+            for file, shard in zip(files, shards, strict=True)
+            for entry in shard
         },
     }
     try:

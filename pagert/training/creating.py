@@ -128,7 +128,9 @@ class _PlainWhereTooLarge(TorchDispatchMode):
         except OutOfFrames:
             # Nothing was computed: an operator starts when it has its pages. Those on lists run in
             # groups.
-            if any(isinstance(argument, (list, tuple)) and _holds_pages(argument) for argument in args):
+            if any(
+                isinstance(argument, (list, tuple)) and _holds_pages(argument) for argument in args
+            ):
                 raise
         lent: dict[int, torch.Tensor] = {}
 

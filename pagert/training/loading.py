@@ -88,7 +88,10 @@ class _Assigned:
         before: Any = module._parameters.get(name)
         if before is None:
             before = module._buffers.get(name)
-        if type(before) is not PagedTensor or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if type(before) is not PagedTensor or type(tensor) not in (
+            torch.Tensor,
+            torch.nn.Parameter,
+        ):
             return
         running = _running_load()
         if running is None or tensor.layout is not torch.strided or tensor.is_meta:

@@ -27,7 +27,11 @@ def state(module):
 
 
 def plain(tensor):
-    return copying.load(PagedTensor, tensor.detach()) if type(tensor) is PagedTensor else tensor.clone()
+    return (
+        copying.load(PagedTensor, tensor.detach())
+        if type(tensor) is PagedTensor
+        else tensor.clone()
+    )
 
 
 def assert_same(module, expected):
@@ -84,7 +88,10 @@ def test_load_streams_into_tensors_larger_than_the_device(make_pager, make_net, 
 
 
 def test_dtypes_are_converted_as_load_state_dict_does(pager, make_net, tmp_path):
-    stored = {name: t.double() if t.is_floating_point() else t.short() for name, t in make_net(7).state_dict().items()}
+    stored = {
+        name: t.double() if t.is_floating_point() else t.short()
+        for name, t in make_net(7).state_dict().items()
+    }
     pagert.save(stored, tmp_path / "m.safetensors")
     model, expected = pager.page_(make_net(), min_bytes=0), make_net()
     pager.load_(model, tmp_path / "m.safetensors")
@@ -125,7 +132,9 @@ def rename(module, state_dict, prefix, *rest):
 
 
 def test_hooks_of_loading_see_tensors(pager, tmp_path):
-    pagert.save({"old_weight": torch.ones(40, 40), "bias": torch.ones(40)}, tmp_path / "m.safetensors")
+    pagert.save(
+        {"old_weight": torch.ones(40, 40), "bias": torch.ones(40)}, tmp_path / "m.safetensors"
+    )
     model = pager.page_(nn.Linear(40, 40), min_bytes=0)
     model.register_load_state_dict_pre_hook(rename)
     pager.load_(model, tmp_path / "m.safetensors")
@@ -222,7 +231,7 @@ def test_folders_that_are_no_checkpoint_are_refused(pager, make_net, folder, tmp
     (tmp_path / "bare").mkdir()
     with pytest.raises(CheckpointError, match="no safetensors file in this folder"):
         pager.load_(model, tmp_path / "bare")
-    with pytest.raises(CheckpointError, match="lies in .* and in"):
+    with pytest.raises(CheckpointError, match=r"lies in .* and in"):
         pager.load_(model, [folder / "one/model.safetensors", folder / "two/a.safetensors"])
     index = folder / "two/model.safetensors.index.json"
     (folder / "two/other.safetensors.index.json").write_text(index.read_text())
@@ -230,10 +239,10 @@ def test_folders_that_are_no_checkpoint_are_refused(pager, make_net, folder, tmp
         pager.load_(model, folder / "two")
     listed = json.loads(index.read_text())
     index.write_text(json.dumps({"weight_map": listed["weight_map"] | {"more": "a.safetensors"}}))
-    with pytest.raises(CheckpointError, match="1 tensors of the index .* more"):
+    with pytest.raises(CheckpointError, match=r"1 tensors of the index .* more"):
         pager.load_(model, index)
     (folder / "two/a.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="missing: a.safetensors"):
+    with pytest.raises(CheckpointError, match=r"missing: a\.safetensors"):
         pager.load_(model, index)
     index.write_text("[]")
     with pytest.raises(CheckpointError, match="not an index"):

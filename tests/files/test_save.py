@@ -24,7 +24,9 @@ safetensors = pytest.importorskip("safetensors.torch", reason="the extra 'demo' 
 
 def assert_same_bits(found: torch.Tensor, expected: torch.Tensor, name: str = "") -> None:
     assert found.dtype == expected.dtype and found.shape == expected.shape, name
-    kinds = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (found, expected)]
+    kinds = [
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (found, expected)
+    ]
     assert torch.equal(*kinds), name
 
 
@@ -92,7 +94,9 @@ def test_no_more_than_a_part_is_held_outside_of_pages(pager, tmp_path, monkeypat
     assert max(sizes) <= pager.storage.nbytes() // 8 and len(sizes) > 3 * 16
     loaded = safetensors.load_file(tmp_path / "large.safetensors")
     plain = loaded["large"]
-    assert torch.equal(loaded["transposed"], plain.t()) and torch.equal(loaded["block"], plain[:, 3:900])
+    assert torch.equal(loaded["transposed"], plain.t()) and torch.equal(
+        loaded["block"], plain[:, 3:900]
+    )
 
 
 def test_shards_are_those_of_an_index_and_load_one_by_one(pager, make_net, tmp_path):
@@ -166,7 +170,10 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_file_whole(limit, before
         model = torch.nn.Sequential(*[torch.nn.Linear(60, 60) for _ in range(3)])
         pagert.files.load_into(model, tmp_path)
         same = [
-            all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values()))
+            all(
+                torch.equal(a, b)
+                for a, b in zip(model.state_dict().values(), other.state_dict().values())
+            )
             for other in (old, new)
         ]
         assert sum(same) == 1
