@@ -4,8 +4,8 @@
     python bench/creation.py [--limit-mib 1024] [--parameters-mib 1536] [--flash-path FOLDER] [--smoke]
 
 It runs in a process of its own within a memory cgroup, which counts what the process holds and what the OS keeps of its
-files; where none can be made it runs without, and says so. The first load reads a file that plain PyTorch wrote, shard by
-shard. After three steps the model is saved, made again, loaded, and compared with the first bit by bit. Beside each
+files; where none can be made it runs without, and says so. The first load reads files that the safetensors library
+wrote. After three steps the model is saved, made again, loaded, and compared with the first bit by bit. Beside each
 phase stands the peak of what the process held (RSS), and in the end what the cgroup held at most.
 """
 
@@ -54,7 +54,10 @@ def _train(settings: dict[str, Any]) -> Any:
     import torch
 
     import pagert
+    from pagert.finetune.memory import keep_heap_small
 
+    # As the job of `pagert finetune`: else what gradients leave behind in glibc's heap stays resident.
+    keep_heap_small()
     torch.set_num_threads(settings["threads"])
     folder = Path(settings["folder"])
     budgets = {name: settings[name] for name in ("device_bytes", "flash_path", "flash_bytes")}

@@ -2,14 +2,11 @@
 """Write a tuned model as a Hugging Face folder, one tensor at a time, whole or not at all.
 
 The folder is written beside its target under another name, forced to the disk and then renamed, so
-that at every moment the target is either the finished model or what it was before. The tensors'
-file is safetensors: the length of the header (8 bytes, little-endian), the header (JSON), the bytes
-(https://huggingface.co/docs/safetensors/en/index#format).
+that at every moment the target is either the finished model or what it was before.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -18,24 +15,13 @@ from typing import Any
 
 import torch
 
+from pagert.files import save
+from pagert.files.replace import force_to_disk
 from pagert.finetune.errors import OutputExists
 from pagert.finetune.model import stored_tensors
-from pagert.finetune.weights import dense_bytes
 
-__all__ = ["check_target", "save_model", "write_safetensors"]
+__all__ = ["check_target", "save_model"]
 
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 # Tokenizer, configuration and header beside the weights.
 _SPARE_BYTES = 32 * 2**20
 
@@ -87,45 +73,15 @@ def save_model(model: Any, tokenizer: Any, target: Path) -> None:
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        write_safetensors(tensors, partial / "model.safetensors")
+        save(dict(tensors), partial / "model.safetensors")
         for path in [*partial.rglob("*"), partial]:
-            _force_to_disk(path)
+            force_to_disk(path)
         partial.chmod(0o777 & ~_current_umask())
         partial.rename(target.absolute())
-        _force_to_disk(parent)
+        force_to_disk(parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def write_safetensors(tensors: list[tuple[str, torch.Tensor]], path: Path) -> None:
-    """Write tensors, paged or plain, with one of them in memory at a time."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    # Wide types first, so that each tensor lies aligned to its own width.
-    ordered = sorted(tensors, key=lambda item: (-item[1].element_size(), item[0]))
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in ordered:
-            with dense_bytes(tensor) as view:
-                file.write(view)
-
-
-def _force_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _current_umask() -> int:

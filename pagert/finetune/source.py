@@ -3,21 +3,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from pagert.errors import CheckpointError
+from pagert.files.checkpoint import INDEX_END, Checkpoint
 from pagert.finetune.errors import BadModel, UnsupportedModel
 from pagert.finetune.extra import load
 from pagert.finetune.packaged import PACKAGED_MODELS, resolve
 
 __all__ = ["FolderSource", "ModelSource", "as_trained", "open_source"]
-
-# A mapping's touched pages count as resident. The file is mapped anew after this many bytes.
-_MAPPED_BYTES_MAX = 64 * 2**20
 
 
 class ModelSource(Protocol):
@@ -87,13 +85,12 @@ class FolderSource:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._safetensors = load("safetensors")
         if not (path / "config.json").is_file():
             raise BadModel(
                 f"--model {path}: the folder has no config.json; give the folder of a Hugging "
                 "Face model"
             )
-        self._file_of = self._find_tensors()
+        self._checkpoint = self._open()
         self._yielded: set[str] = set()
 
     def config(self) -> Any:
@@ -126,83 +123,34 @@ class FolderSource:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         # Checkpoints of the bare model lack the prefix under which a causal language model holds
         # it.
+        in_files = self._checkpoint.tensors
         stored_as = {}
         for name in names:
-            bare = name.removeprefix(f"{base_prefix}.")
-            stored = name if name in self._file_of else bare
-            if stored in self._file_of:
+            stored = name if name in in_files else name.removeprefix(f"{base_prefix}.")
+            if stored in in_files:
                 stored_as[stored] = name
-        for file in sorted(set(self._file_of.values())):
-            inside = [stored for stored in stored_as if self._file_of[stored] == file]
-            for group in self._groups(file, inside):
-                with self._open(file) as tensors:
-                    for stored in group:
-                        self._yielded.add(stored)
-                        yield stored_as[stored], as_trained(tensors.get_tensor(stored).clone())
+        for stored, name in stored_as.items():
+            self._yielded.add(stored)
+            yield name, as_trained(self._checkpoint.read(in_files[stored]))
 
     def unused(self) -> list[str]:
-        return sorted(set(self._file_of) - self._yielded)
+        return sorted(set(self._checkpoint.tensors) - self._yielded)
 
     def close(self) -> None:
-        self._file_of.clear()
+        self._checkpoint.close()
 
-    def _groups(self, file: Path, names: list[str]) -> Iterator[list[str]]:
-        """Split the tensors of a file: no more than `_MAPPED_BYTES_MAX` are mapped at a time."""
-        group: list[str] = []
-        group_bytes = 0
-        with self._open(file) as tensors:
-            sizes = {name: _slice_bytes(tensors.get_slice(name)) for name in names}
-        for name in names:
-            if group and group_bytes + sizes[name] > _MAPPED_BYTES_MAX:
-                yield group
-                group, group_bytes = [], 0
-            group.append(name)
-            group_bytes += sizes[name]
-        if group:
-            yield group
-
-    def _open(self, file: Path) -> Any:
+    def _open(self) -> Checkpoint:
+        index, single = (self.path / f"model.safetensors{end}" for end in (INDEX_END, ""))
+        found = index if index.is_file() else single
+        if not found.is_file():
+            there = sorted(file.name for file in self.path.glob("*.bin"))
+            raise UnsupportedModel(
+                f"--model {self.path}: no model.safetensors and no model.safetensors.index.json in "
+                "the folder"
+                + (f", only {', '.join(there)}" if there else "")
+                + "; save the model with save_pretrained of a current transformers"
+            )
         try:
-            return self._safetensors.safe_open(file, framework="pt", device="cpu")
-        except (self._safetensors.SafetensorError, OSError) as error:
-            raise BadModel(
-                f"{file}: not a whole safetensors file: {error}; fetch it again"
-            ) from error
-
-    def _find_tensors(self) -> dict[str, Path]:
-        index = self.path / "model.safetensors.index.json"
-        if index.is_file():
-            try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                file_of = {name: self.path / file for name, file in weight_map.items()}
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise BadModel(
-                    f"{index}: not an index of safetensors: {error!r}; fetch it again"
-                ) from error
-            missing = sorted({file.name for file in file_of.values() if not file.is_file()})
-            if missing:
-                raise BadModel(
-                    f"--model {self.path}: {len(missing)} shards of the index are missing: "
-                    f"{', '.join(missing)}; fetch them"
-                )
-            return file_of
-        single = self.path / "model.safetensors"
-        if single.is_file():
-            with self._open(single) as tensors:
-                return dict.fromkeys(tensors.keys(), single)
-        there = sorted(file.name for file in self.path.glob("*.bin"))
-        raise UnsupportedModel(
-            f"--model {self.path}: no model.safetensors and no model.safetensors.index.json in "
-            "the folder"
-            + (f", only {', '.join(there)}" if there else "")
-            + "; save the model with save_pretrained of a current transformers"
-        )
-
-
-def _slice_bytes(stored: Any) -> int:
-    # The name of a stored type ends with its bits (F32, BF16, I64, F8_E4M3); 8 bytes is the most.
-    count = 1
-    for size in stored.get_shape():
-        count *= size
-    digits = "".join(letter for letter in stored.get_dtype().split("_")[0] if letter.isdigit())
-    return count * max(1, int(digits or 8) // 8)
+            return Checkpoint(found)
+        except (CheckpointError, OSError) as error:
+            raise BadModel(f"--model {self.path}: {error}") from error

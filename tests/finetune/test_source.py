@@ -245,7 +245,7 @@ def test_truncated_safetensors_is_refused(make_folder, random_model) -> None:
     folder = make_folder(random_model())
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(BadModel, match="not a whole safetensors file"):
+    with pytest.raises(BadModel, match="no whole safetensors file"):
         load_with_pagert(folder)
 
 
