@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pagert.config import parse_bytes
-from pagert.errors import ConfigurationError, UnsupportedTensor
+from pagert.errors import CheckpointError, ConfigurationError, UnsupportedTensor
 from pagert.files.checkpoint import INDEX_END, read_index
 from pagert.files.parts import Staging, part_bytes, parts
 from pagert.files.replace import Replacement, check_room, force_to_disk
@@ -96,7 +96,7 @@ def save(
     tensors, noted = _stored_once(_named(model_or_state_dict), _text(metadata or {}))
     check_room(target, sum(entry.size_bytes for entry in tensors))
     shards = _shards(tensors, limit_bytes)
-    before = _listed_before(target)
+    before = _listed(target)
     if len(shards) == 1:
         _write_all(target, [target], shards, noted)
         index = target.with_name(target.name + INDEX_END)
@@ -104,8 +104,13 @@ def save(
         after = {target}
     else:
         files = _shard_names(target, len(shards))
-        _write_all(target, files, shards, noted)
-        _write_index(target, files, shards, noted)
+        try:
+            _write_all(target, files, shards, noted)
+            _write_index(target, files, shards, noted)
+        except BaseException:
+            for file in set(files) - _listed(target):  # their names were new
+                file.unlink(missing_ok=True)
+            raise
         target.unlink(missing_ok=True)
         after = set(files)
     # Nothing refers to the previous shards any more.
@@ -189,9 +194,13 @@ def _shard_names(target: Path, count: int) -> list[Path]:
         mark = f"-{secrets.token_hex(4)}"
 
 
-def _listed_before(target: Path) -> set[Path]:
-    index = target.with_name(target.name + INDEX_END)
-    return set(read_index(index).values()) if index.is_file() else set()
+def _listed(target: Path) -> set[Path]:
+    """Return the shards that lie beside the target and that its index speaks of."""
+    try:
+        files = set(read_index(target.with_name(target.name + INDEX_END)).values())
+    except (OSError, CheckpointError):  # none, or of something else
+        return set()
+    return {file for file in files if file.parent == target.parent and file.name.endswith(_END)}
 
 
 def _write_all(
@@ -253,14 +262,8 @@ def _write_index(
             for entry in shard
         },
     }
-    try:
-        with Replacement(target.with_name(target.name + INDEX_END), target) as replacement:
-            replacement.write(json.dumps(index, indent=2).encode(), 0)
-            replacement.force()
-            replacement.commit()
-    except BaseException:
-        for file in files:  # no index speaks of them
-            with contextlib.suppress(OSError):
-                file.unlink()
-        raise
+    with Replacement(target.with_name(target.name + INDEX_END), target) as replacement:
+        replacement.write(json.dumps(index, indent=2).encode(), 0)
+        replacement.force()
+        replacement.commit()
     force_to_disk(target.parent)

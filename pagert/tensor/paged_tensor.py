@@ -317,7 +317,8 @@ class PagedTensor(torch.Tensor):
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedOperator(
             f"{what} of a paged tensor: its bytes move between tiers, so there is no address to "
-            "give; use `with t.resident() as dense:` and take it from the plain tensor inside"
+            "give; use `with t.resident() as dense:` and take it from the plain tensor inside, and "
+            "pagert.save or torch.save to write files"
         )
 
     def data_ptr(self) -> int:

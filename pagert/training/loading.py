@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from typing import Any, cast
 
@@ -76,8 +77,8 @@ def _is_state_of(parameter: PagedTensor, value: torch.Tensor) -> bool:
     )
 
 
-class _Assigned:
-    """Tensors that `load_state_dict(assign=True)` puts where a paged one was."""
+class _Assigned(threading.local):
+    """Tensors that `load_state_dict(assign=True)` puts where a paged one was; each thread has its own loads."""
 
     def __init__(self) -> None:
         self._load: object = None  # which call's tensors `_paged` speaks of

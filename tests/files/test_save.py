@@ -8,6 +8,7 @@ import errno
 import importlib
 import json
 import os
+import pathlib
 import signal
 import subprocess
 
@@ -16,9 +17,10 @@ import torch
 
 import pagert
 import pagert.files.parts as parts_module
-from pagert.errors import ConfigurationError, UnsupportedTensor
+from pagert.errors import ConfigurationError, UnsupportedOperator, UnsupportedTensor
 from pagert.files.safetensors import DTYPE_NAMES
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 safetensors = pytest.importorskip("safetensors.torch", reason="the extra 'demo' is not installed")
 
 
@@ -209,6 +211,29 @@ def test_a_full_disk_leaves_the_old_file_and_says_what_is_free(
     assert (tmp_path / "m.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize("failing_call", range(1, 7))
+def test_a_sharded_save_that_fails_leaves_the_old_shards_and_no_others(
+    failing_call, make_net, tmp_path, monkeypatch
+):
+    old = torch.nn.Sequential(*[torch.nn.Linear(60, 60) for _ in range(3)])
+    pagert.save(old, tmp_path, max_shard_bytes="16KiB")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    real, calls = pathlib.Path.rename, []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == failing_call:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(pathlib.Path, "rename", failing)
+    new = torch.nn.Sequential(*[torch.nn.Linear(60, 60) for _ in range(4)])
+    with contextlib.suppress(KeyboardInterrupt):
+        pagert.save(new, tmp_path, max_shard_bytes="16KiB")
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert (after == before) == (failing_call <= 5)  # four shards and the index
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     folder = tmp_path / "disk"
@@ -274,3 +299,29 @@ def test_bad_settings_are_refused(tmp_path):
         pagert.save({}, tmp_path / "m.safetensors", metadata={"step": 3})
     with pytest.raises(FileNotFoundError, match="create it"):
         pagert.save({}, tmp_path / "nowhere" / "m.safetensors")
+
+
+@pytest.mark.parametrize("limit", [None, "60KiB"])
+def test_a_folder_of_transformers_is_loaded_by_from_pretrained(limit, pager, tmp_path):
+    """D3: `save_pretrained` looks for shared storages and refuses paged tensors by name; this does not."""
+    transformers = pytest.importorskip("transformers", reason="the extra 'demo' is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=200,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    )
+    with pager.creating():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedOperator, match=r"pagert\.save"):
+        model.save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    pagert.save(model, tmp_path, max_shard_bytes=limit)
+    assert (tmp_path / "model.safetensors").exists() == (limit is None)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    pager.unpage_(model)
+    for name, tensor in model.state_dict().items():
+        assert_same_bits(loaded.state_dict()[name], tensor, name)
