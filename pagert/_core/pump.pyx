@@ -8,8 +8,8 @@ take no lock: they leave a node for the pump to find.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.pythread cimport PyThread_get_thread_ident
@@ -42,6 +42,7 @@ UPDATE = <object>PAGERT_UPDATE
 OVERWRITE = <object>PAGERT_OVERWRITE
 
 cdef uint64_t SLICE_NS = 50_000_000       # a wait looks for Ctrl-C this often
+cdef uint64_t FENCE_NS = 100_000          # and for fences, which nobody signals, this often
 # In flight at the disk: what an urgent fetch waits behind. Measured with bench/tiers.py, as parts of the best plain
 # loop while the processors were busy: 32 MiB read 0.91 and write 0.79, 64 MiB 0.95 and 0.91, 128 MiB 1.05 and 1.05,
 # 256 MiB 1.15 and 1.17. A disk that tells of many at once leaves their checksums for last: reads gain less.
@@ -161,6 +162,7 @@ cdef class Pump:
         self.warn_seconds = warn_seconds
         self.deadline_seconds = deadline_seconds
         self.process = count_of_forks()
+        self.endings = []
         self.arena = Arena(page_bytes * device_frames)
         options.config.page_bytes = page_bytes
         options.config.page_count = page_count
@@ -243,6 +245,47 @@ cdef class Pump:
         self.forget(held)
         if self.handle and self.process == count_of_forks():
             pagert_pump_unpin(self.handle, &held.pin)
+
+    cdef void abandon(self, held_pin *held) noexcept:
+        """Let go of a pin from a finalizer, which takes no lock: the pump does it, on a copy."""
+        cdef size_t size_bytes = sizeof(held_pin) + (<size_t>held.pin.access_count - 1) * sizeof(pagert_access)
+        cdef held_pin *left
+        cdef pagert_release_node *node
+        self.forget(held)
+        if not self.handle or self.process != count_of_forks():
+            return
+        left = <held_pin *>malloc(size_bytes)
+        node = <pagert_release_node *>calloc(1, sizeof(pagert_release_node))
+        if not left or not node:
+            free(left)  # the pages stay held: there is no memory even to say so
+            free(node)
+            return
+        memcpy(left, held, size_bytes)
+        left.pin.accesses = &left.accesses[0]
+        node.pin = &left.pin
+        pagert_pump_release_later(self.handle, node)
+
+    cdef int end_after(self, operation, held_pin *held, fence) except -1:
+        """End an operation's pin when a fence has passed. Its operands stay held, and it alive, until then."""
+        self.endings.append((fence, operation))
+        held.user.ready = False
+        held.user.ending = True
+        return 0
+
+    cdef int wait_for_fences(self) except -1:
+        """Let a moment pass, and then go of the pins whose fences have passed."""
+        cdef uint64_t seen = pagert_pump_changes(self.handle)
+        with nogil:
+            pagert_pump_wait_change(self.handle, seen, FENCE_NS)
+        return self.end_passed()
+
+    cdef int end_passed(self) except -1:
+        """Let go of the pins whose fences have passed."""
+        for one in list(self.endings):
+            if one[0].passed():
+                self.endings = [other for other in self.endings if other is not one]
+                one[1].end()
+        return 0
 
     def close_engines(self):
         if self.copy_engine is not None:
@@ -352,8 +395,11 @@ cdef class Pump:
     cdef int hold(self, held_pin *held) except -1:
         """Pin, waiting as long as it takes. On an error nothing is held."""
         cdef user call
-        cdef uint64_t releases = self.releases
+        cdef uint64_t releases
         self.enter()
+        if self.endings:
+            self.end_passed()
+        releases = self.releases
         cdef int outcome = pagert_pump_pin(self.handle, &held.pin, 0)
         link(&self.pins, &held.user)
         if outcome != 1:
@@ -373,7 +419,7 @@ cdef class Pump:
         """`outcome` is the first attempt's; `releases` counted the pins let go of before it."""
         cdef double started = now()
         cdef bint warned = False
-        cdef uint64_t seen
+        cdef uint64_t seen, slice_ns
         cdef pagert_failure failure
         while outcome != 1:
             if outcome == 0:
@@ -381,6 +427,7 @@ cdef class Pump:
                     outcome = pagert_pump_pin_wait(self.handle, &held.pin, SLICE_NS)
                 if outcome == 0 or (outcome == 1 and self.closing):
                     try:
+                        self.end_passed()
                         self.wait("an operator's operands", &started, &warned)
                     except BaseException:
                         pagert_pump_unpin(self.handle, &held.pin)
@@ -390,12 +437,14 @@ cdef class Pump:
                 failure = held.pin.failure
                 self.refuse(outcome, &held.pin, &failure)
             held.user.for_frames = True
+            self.end_passed()
             if releases == self.releases:
                 if not others_hold(self.pins):
                     self.refuse(outcome, &held.pin, NULL)
                 seen = pagert_pump_changes(self.handle)
+                slice_ns = FENCE_NS if self.endings else SLICE_NS
                 with nogil:
-                    pagert_pump_wait_change(self.handle, seen, SLICE_NS)
+                    pagert_pump_wait_change(self.handle, seen, slice_ns)
                 self.wait("an operator that needs frames held by other threads", &started, &warned)
             held.user.for_frames = False
             held.pin.state = 0
@@ -497,7 +546,9 @@ cdef class Pump:
                 again = True
                 if outcome == 1:
                     return 0
-                if outcome < 0:
+                if outcome == PAGERT_E_STATE and self.endings:
+                    self.wait_for_fences()
+                elif outcome < 0:
                     self.refuse(outcome, NULL, &failure)
                 self.wait(what, &started, &warned)
         finally:
@@ -577,6 +628,9 @@ cdef class Pump:
                 seen = pagert_pump_changes(self.handle)
                 with nogil:
                     pagert_pump_wait_change(self.handle, seen, SLICE_NS)
+                self.wait(CLOSE, &started, &warned)
+            while self.endings:
+                self.wait_for_fences()
                 self.wait(CLOSE, &started, &warned)
             while True:
                 with nogil:
