@@ -29,7 +29,7 @@ enum {
     PAGERT_E_PAGES = -3,     /* no run of free virtual pages is long enough */
     PAGERT_E_FRAMES = -4,    /* unheld device frames do not suffice, or held windows lie in the way */
     PAGERT_E_FULL = -5,      /* victims are dirty and the tiers below have no frame left */
-    PAGERT_E_STATE = -6,     /* a pin started twice or released twice, a region released while held */
+    PAGERT_E_STATE = -6,     /* a pin started while it is held, or released twice, a region released while held */
     PAGERT_E_TRANSFER = -7,  /* a transfer failed; pagert_pin.failure says which and why */
 };
 
@@ -59,9 +59,10 @@ enum {
 typedef struct pagert_pager pagert_pager;
 typedef struct pagert_policy pagert_policy;
 
-/* Eviction policies. */
-const pagert_policy *pagert_policy_lru(void);       /* least recently used */
-const pagert_policy *pagert_policy_lookahead(void); /* learns the step, evicts what is used furthest ahead */
+/* The eviction policy of that name, or NULL: "lru" (least recently used) or "lookahead" (learns the step, evicts
+ * what is used furthest ahead). And the name of each policy, by number from 0; NULL: there are no more. */
+const pagert_policy *pagert_policy_named(const char *name);
+const char *pagert_policy_name(uint32_t number);
 
 typedef struct pagert_config {
     uint64_t page_bytes;                     /* a power of two, a multiple of 4096 */
@@ -103,6 +104,7 @@ typedef struct pagert_access {
                               in part is updated instead; the region's end counts as a page's end */
     uint32_t first_page;   /* out, set by pagert_pin_start(): first virtual page */
     uint32_t page_count;   /* out, likewise */
+    uint32_t base_frame;   /* the core's: where a layout for the whole pin puts the window, or PAGERT_NONE */
     uint64_t device_bytes; /* out, set once ready: offset in the device arena of byte offset_bytes */
     uint32_t span_first, span_count; /* the core's: pages that must lie in one window, with those of
                                         accesses that overlap; 0 where another access stands for them */
@@ -116,7 +118,8 @@ typedef struct pagert_failure {
 } pagert_failure;
 
 /* Everything that one operator needs at once. The caller owns it and its accesses, and keeps both in
- * place until pagert_unpin(). Fill the first two fields and zero the rest. */
+ * place until it is let go of: by pagert_unpin(), or by an error of pagert_pin_start(). From then on it may be
+ * started again as it is. Fill the first two fields and zero the rest. */
 typedef struct pagert_pin {
     pagert_access *accesses;
     uint32_t access_count;
@@ -129,6 +132,7 @@ typedef struct pagert_pin {
     uint64_t frames_needed, frames_unheld; /* valid after PAGERT_E_FRAMES */
     struct pagert_pin *next, *previous;    /* the core's: pins that are pending or failed */
     uint32_t use;                          /* the core's: which use of pages it was */
+    uint32_t needed_at;                    /* the core's: of a fetch ahead of time, when its operator comes; else 0 */
 } pagert_pin;
 
 /* Ask for every access of `pin` to be resident, each in one window, all at once or not at all.

@@ -42,8 +42,8 @@ cdef extern from "pagert/pager.h" nogil:
     ctypedef struct pagert_policy:
         pass
 
-    const pagert_policy *pagert_policy_lru()
-    const pagert_policy *pagert_policy_lookahead()
+    const pagert_policy *pagert_policy_named(const char *name)
+    const char *pagert_policy_name(uint32_t number)
 
     ctypedef struct pagert_config:
         uint64_t page_bytes
@@ -72,6 +72,7 @@ cdef extern from "pagert/pager.h" nogil:
         uint32_t mode
         uint32_t first_page
         uint32_t page_count
+        uint32_t base_frame
         uint64_t device_bytes
         uint32_t span_first
         uint32_t span_count
@@ -87,6 +88,7 @@ cdef extern from "pagert/pager.h" nogil:
         uint32_t state
         uint32_t access_cursor
         uint32_t page_cursor
+        uint32_t begun
         pagert_failure failure
         int32_t code
         uint64_t hits
@@ -95,6 +97,8 @@ cdef extern from "pagert/pager.h" nogil:
         uint64_t frames_unheld
         pagert_pin *next
         pagert_pin *previous
+        uint32_t use
+        uint32_t needed_at
 
     int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
 

@@ -102,6 +102,9 @@ class CoreError(Exception):
         frames_unheld: int = 0,
     ) -> None: ...
 
+def policy_names() -> tuple[str, ...]:
+    """Return the name of each eviction policy."""
+
 def memory_bytes(
     *,
     page_bytes: int,

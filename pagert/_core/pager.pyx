@@ -21,6 +21,7 @@ __all__ = [
     "LINK_COUNT", "MOVE", "NONE", "OVERWRITE", "READ", "RESIDENT", "TIER_COUNT", "UPDATE",
     "WRITING_BACK", "ZERO", "Core", "CoreError", "CorePin", "Counters", "Failure", "PageInfo",
     "PinnedAccess", "Region", "Residency", "Transfer", "Usage", "memory_bytes",
+    "policy_names",
 ]
 
 cdef extern from "sys/mman.h" nogil:
@@ -187,12 +188,22 @@ cdef int64_t check_failure(int64_t code, const pagert_failure *failure) except? 
     return check(code)
 
 
-cdef const pagert_policy *_policy(str name) except NULL:
-    if name == "lru":
-        return pagert_policy_lru()
-    if name == "lookahead":
-        return pagert_policy_lookahead()
-    raise ValueError(f"no policy is called {name!r}; there are 'lru' and 'lookahead'")
+def policy_names():
+    """Return the name of each eviction policy."""
+    cdef list names = []
+    cdef const char *name
+    while (name := pagert_policy_name(<uint32_t>len(names))) != NULL:
+        names.append(name.decode())
+    return tuple(names)
+
+
+cdef const pagert_policy *policy_named(str name) except NULL:
+    cdef const pagert_policy *policy = NULL
+    if name is not None and '\0' not in name:
+        policy = pagert_policy_named(name.encode())
+    if policy == NULL:
+        raise ValueError(f"policy is {name!r}; allowed: " + ", ".join(map(repr, policy_names())))
+    return policy
 
 
 cdef int _fill_config(pagert_config *config, page_bytes, page_count, device_frames, host_frames,
@@ -204,7 +215,7 @@ cdef int _fill_config(pagert_config *config, page_bytes, page_count, device_fram
     config.frame_count[<int>PAGERT_HOST] = host_frames
     config.frame_count[<int>PAGERT_FLASH] = flash_frames
     config.transfer_pages_max = transfer_pages_max
-    config.policy = _policy(policy)
+    config.policy = policy_named(policy)
     return 0
 
 

@@ -20,12 +20,13 @@ from pagert._core.users cimport link, others_hold, unlink
 from pagert._core.pager cimport (
     PAGERT_DEVICE, PAGERT_E_FRAMES, PAGERT_E_FULL, PAGERT_E_PAGES, PAGERT_E_STALE, PAGERT_E_STATE,
     PAGERT_E_TRANSFER, PAGERT_FLASH, PAGERT_HOST, PAGERT_OVERWRITE, PAGERT_READ, PAGERT_UPDATE,
-    pagert_policy_lookahead, pagert_policy_lru,
+    pagert_policy_named,
 )
 
 import logging
 
 from pagert._core.arena import Arena, format_size
+from pagert._core.pager import policy_names
 from pagert._core.refusals import cannot_open, out_of_frames, tier_full, transfer_failed, waiting
 from pagert.errors import (
     ConfigurationError,
@@ -154,8 +155,9 @@ cdef class Pump:
         cdef pagert_pump_options options
         cdef int code
         memset(&options, 0, sizeof(options))
-        if policy not in ("lru", "lookahead"):
-            raise ConfigurationError(f"policy is {policy!r}; allowed: 'lru', 'lookahead'")
+        options.config.policy = pagert_policy_named(policy.encode())
+        if options.config.policy == NULL:
+            raise ConfigurationError(f"policy is {policy!r}; allowed: " + ", ".join(map(repr, policy_names())))
         self.page_bytes = page_bytes
         self.device_frames = device_frames
         self.warn_seconds = warn_seconds
@@ -167,8 +169,6 @@ cdef class Pump:
         options.config.frame_count[<int>PAGERT_DEVICE] = device_frames
         options.config.frame_count[<int>PAGERT_HOST] = host_frames
         options.config.transfer_pages_max = transfer_pages_max
-        options.config.policy = (
-            pagert_policy_lru() if policy == "lru" else pagert_policy_lookahead())
         options.device_arena = <void *><uintptr_t>self.arena.address
         if host_frames:
             self.host_arena = Arena(page_bytes * host_frames)
@@ -398,7 +398,6 @@ cdef class Pump:
                     pagert_pump_wait_change(self.handle, seen, SLICE_NS)
                 self.wait("an operator that needs frames held by other threads", &started, &warned)
             held.user.for_frames = False
-            held.pin.state = 0
             releases = self.releases
             outcome = pagert_pump_pin(self.handle, &held.pin, 0)
         return 0

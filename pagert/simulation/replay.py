@@ -20,13 +20,7 @@ _BACKLOG_PAGES = 64  # that may wait for their fetch when the policy looks ahead
 
 def has_policy(policy: str) -> bool:
     """Whether the core has this policy."""
-    try:
-        core.memory_bytes(
-            page_bytes=_PAGE_BYTES, page_count=1, device_frames=1, flash_frames=1, policy=policy
-        )
-    except ValueError:
-        return False
-    return True
+    return policy in core.policy_names()
 
 
 def replay(
@@ -41,8 +35,9 @@ def replay(
     """
     if not has_policy(policy):
         raise ConfigurationError(
-            f"policy {policy!r} is not in this version's core; there are 'lru', and 'min', which needs "
-            "no core"
+            f"policy {policy!r} is not in this version's core; there are "
+            f"{', '.join(repr(name) for name in core.policy_names() if has_policy(name))}, "
+            "and 'min', which needs no core"
         )
     pager = core.Core(
         page_bytes=_PAGE_BYTES,

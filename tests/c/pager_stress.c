@@ -533,7 +533,7 @@ static void run_round(driver *d, uint64_t seed, uint64_t steps)
         .frame_count = {4 + random_below(d, chance(d, 25) ? FRAMES_MAX - 4 : 40), tiers == 0 ? 0 : 2 + random_below(d, 60),
                         tiers == 1 ? 0 : 2 + random_below(d, 200)},
         .transfer_pages_max = 1 + random_below(d, 16),
-        .policy = seed % 5 == 4 ? pagert_policy_lookahead() : pagert_policy_lru(),
+        .policy = seed % 5 == 4 ? pagert_policy_named("lookahead") : pagert_policy_named("lru"),
     };
     uint64_t memory_bytes = (pagert_memory_bytes(&d->config) + 63) / 64 * 64;
     REQUIRE(d, memory_bytes > 0);

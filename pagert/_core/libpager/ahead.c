@@ -24,19 +24,16 @@ static uint32_t fetch_ahead(pagert_pager *pager, uint32_t backlog_max)
 {
     uint32_t started = 0;
     pagert_access access = {.mode = PAGERT_READ};
-    uint32_t first_page, page_count;
+    uint32_t first_page, page_count, time;
     while (fetch_backlog(pager) < backlog_max &&
-           pager->policy->upcoming(pager, &first_page, &page_count, &pager->needed_before)) {
+           pager->policy->upcoming(pager, &first_page, &page_count, &time)) {
         const page *head = &pager->pages[pager->pages[first_page].region];
         access.region = (pagert_region){pager->pages[first_page].region, head->generation};
         access.offset_bytes = (uint64_t)(first_page - access.region.first_page) << pager->page_shift;
         access.size_bytes = (uint64_t)page_count << pager->page_shift;
         if (first_page + page_count == access.region.first_page + head->page_count)
             access.size_bytes -= pager->config.page_bytes - head->tail_bytes;
-        pager->look_ahead_only = true;
-        int placed = pagert_prefetch(pager, access.region, access.offset_bytes, access.size_bytes);
-        pager->look_ahead_only = false;
-        if (placed != 1)
+        if (pin_prefetch(pager, access.region, access.offset_bytes, access.size_bytes, time) != 1)
             break;
         pager->policy->fetched(pager);
         started += page_count;

@@ -3,7 +3,6 @@
  * check: verify every invariant of the whole state, from the page table up. O(pages); for tests.
  */
 #include "list.h"
-#include "shadow.h"
 
 #define CHECK(condition)     \
     do {                     \
@@ -247,5 +246,5 @@ int pagert_check(const pagert_pager *pager)
     CHECK(sum.move_in_transfer == pager->move_in_transfer);
     CHECK(sum.reserved == pager->reserved_pages);
     CHECK(sum.pages_in_flight >= pager->in_flight);
-    return pager->shadow != NULL ? shadow_check(pager) : 0;
+    return pager->policy->check != NULL ? pager->policy->check(pager) : 0;
 }

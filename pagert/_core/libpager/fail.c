@@ -15,7 +15,7 @@ static bool mark_failed(pagert_pager *pager, uint32_t index, const pagert_failur
     set_flag(p, full ? PAGE_FAILED | PAGE_FULL : PAGE_FAILED);
     p->failed_link = failure->link & 15;
     p->error = failure->result;
-    p->links[LIST_POLICY].older = failure->page;
+    p->failed_page = failure->page;
     return true;
 }
 

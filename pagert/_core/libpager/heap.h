@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * heap: pages by the time of their next use, furthest first. A page's place in it is remembered, so that it can
- * be taken out anywhere: in its links[LIST_POLICY].older while it is evictable, or beside its host frame.
+ * be taken out anywhere: in its heap_index while it is evictable, or beside its host frame.
  */
 #ifndef PAGERT_HEAP_H
 #define PAGERT_HEAP_H
@@ -26,7 +26,7 @@ static inline uint64_t heap_bytes(const pagert_config *config, uint32_t tier)
 static inline uint32_t *heap_place(pagert_pager *pager, const heap *h, uint32_t index)
 {
     page *p = &pager->pages[index];
-    return h->places != NULL ? &h->places[p->frame[PAGERT_HOST]] : &p->links[LIST_POLICY].older;
+    return h->places != NULL ? &h->places[p->frame[PAGERT_HOST]] : &p->heap_index;
 }
 
 static inline uint32_t heap_time(pagert_pager *pager, const heap *h, uint32_t index)

@@ -56,7 +56,7 @@ enum {
     PAGE_OVERWRITE = 1 << 7,    /* its device frame is for a pin that writes every byte: no fetch */
     PAGE_WANTED = 1 << 8,       /* held by a pin that is being placed: may still be moved for it */
     PAGE_MOVING = 1 << 9,       /* changes its device frame to move_frame */
-    PAGE_FAILED = 1 << 10,      /* held, and its transfer failed: `error`, `failed_link` */
+    PAGE_FAILED = 1 << 10,      /* held, and its transfer failed: failed_page, failed_link, error */
     PAGE_FULL = 1 << 11,        /* failed because the tiers below are full */
     PAGE_DYING = 1 << 12,       /* its region was released while its transfer was in flight */
     PAGE_EVICTABLE = 1 << 13,   /* known to the policy */
@@ -77,15 +77,26 @@ typedef struct page_link {
 typedef struct page {
     uint32_t frame[PAGERT_TIER_COUNT]; /* valid where copy[tier] != COPY_NONE */
     uint32_t region;                   /* first page of its region */
-    page_link links[LIST_KINDS];
+    union {                            /* a held page, which may have failed, is known to no policy: */
+        page_link links[LIST_KINDS];
+        uint32_t heap_index;  /* instead of links[LIST_POLICY], while it stands in a heap of the policy's */
+        uint32_t failed_page; /* likewise, while PAGE_FAILED: the page whose transfer that was */
+    };
     union {
         uint32_t move_frame; /* while PAGE_MOVING: the device frame it moves to */
-        int32_t error;       /* while PAGE_FAILED: the result of the transfer, of the page that
-                                links[LIST_POLICY].older says: a held page is on no policy list */
+        int32_t error;       /* while PAGE_FAILED: the result of the transfer */
     };
     uint8_t copy[PAGERT_TIER_COUNT];
-    uint8_t queue : 4;
-    uint8_t failed_link : 4; /* while PAGE_FAILED; while PAGE_EVICTABLE the policy's */
+    union {
+        struct {
+            uint8_t queue : 4;
+            uint8_t failed_link : 4; /* while PAGE_FAILED */
+        };
+        struct {
+            uint8_t : 4;
+            uint8_t standing : 4; /* the policy's, while PAGE_EVICTABLE */
+        };
+    };
     uint16_t flags;
     uint16_t holds; /* pins that hold the page */
     /* Of a region's first page only, and of a free run's: */
@@ -94,8 +105,7 @@ typedef struct page {
     uint32_t tail_bytes; /* bytes of the region in its last page; after release: pages still in flight */
 } page;
 _Static_assert(sizeof(page) == 64, "the page table costs 64 bytes a page");
-
-typedef struct shadow shadow;
+_Static_assert(LIST_POLICY == 0, "heap_index and failed_page lie where links[LIST_POLICY] does, not another list's");
 
 typedef struct page_list {
     uint32_t oldest, youngest, count;
@@ -165,9 +175,6 @@ struct pagert_pager {
     pagert_pin *repacker;      /* the one of them that repack.c works for, or NULL */
     uint32_t in_flight;        /* transfers handed out */
     uint32_t reclaim_cursor;   /* device frame where the search for a spare flash copy goes on */
-    bool look_ahead_only;      /* a prefetch asks for victims: none that is needed before it */
-    bool spare_planned;        /* a victim is only for convenience: none that is planned to stay */
-    uint32_t needed_before;    /* the time of that, on the policy's clock */
     bool write_ahead_failed;   /* no more of it until a writeback succeeds */
     bool flushing;             /* a flush goes on: host copies of dirty pages go to flash, not away */
     failed_writeback flush_failed; /* of a page that flush or evict asked for by name */
@@ -178,35 +185,64 @@ struct pagert_pager {
     } extents;
     const pagert_policy *policy;
     void *policy_state;
-    shadow *shadow; /* the policy's, or NULL: what LRU would have moved */
     pagert_counters counters;
 };
 
-/* An eviction policy: one file behind this table. It is told which pages could be evicted. */
+/* What a victim is wanted for. */
+typedef struct victim_need {
+    uint32_t time;   /* of a fetch ahead of time, on the policy's clock: none that is used before; else 0 */
+    bool optional;   /* it only saves moves: none that is planned to stay */
+    bool clean_only; /* one that needs no writeback */
+} victim_need;
+
+/* An eviction policy: one file behind this table. It is told which pages could be evicted, and asked who goes. */
 struct pagert_policy {
     const char *name;
     uint64_t (*state_bytes)(const pagert_config *config); /* memory it needs, zeroed at the start */
     void (*init)(pagert_pager *pager);
     void (*insert)(pagert_pager *pager, uint32_t page_index); /* now evictable, and most recently used */
     void (*remove)(pagert_pager *pager, uint32_t page_index); /* held, moved or gone */
-    /* The best victim, which stays known until remove(); with `clean_only`, one that needs no writeback.
-     * NONE if there is none. */
-    uint32_t (*victim)(pagert_pager *pager, bool clean_only);
+    uint32_t (*victim)(pagert_pager *pager, victim_need need); /* the best, which stays known until remove(), or NONE */
     uint32_t (*evictable_count)(const pagert_pager *pager);
-    /* The rest may be NULL: for policies that learn. */
-    void (*changed)(pagert_pager *pager, uint32_t index); /* an evictable page: perhaps clean or dirty now */
-    void (*accessed)(pagert_pager *pager, const pagert_pin *pin);
+    /* The rest may be NULL. What a policy hears of, for those that learn: see TELL(). Of regions, */
     void (*reserved)(pagert_pager *pager, uint32_t first_page, uint32_t page_count);
     void (*released)(pagert_pager *pager, uint32_t first_page);
+    /* of pins, */
+    void (*accessed)(pagert_pager *pager, const pagert_pin *pin);    /* an operator asks for it */
+    void (*making_room)(pagert_pager *pager, const pagert_pin *pin); /* its pages are held */
+    void (*begun)(pagert_pager *pager, const pagert_pin *pin);       /* it has to wait */
+    void (*placed)(pagert_pager *pager, pagert_pin *pin);
+    void (*let_go)(pagert_pager *pager, const pagert_pin *pin);
+    /* of pages, */
+    void (*changed)(pagert_pager *pager, uint32_t index); /* anything may have, and the copies are as they are now */
+    void (*written)(pagert_pager *pager, uint32_t index); /* it is about to be; changed() follows */
+    void (*not_overwritten)(pagert_pager *pager, uint32_t index); /* it is fetched after all */
+    void (*sent_away)(pagert_pager *pager, uint32_t index);       /* it leaves, and not as a victim */
+    void (*copy_lost)(pagert_pager *pager, uint32_t index);       /* the one below, for lack of room */
+    /* and of all. */
+    void (*flushed)(pagert_pager *pager);
+    void (*transferred)(pagert_pager *pager, uint32_t link, uint32_t page_count);
+    /* What it does ahead of time. */
     bool (*upcoming)(pagert_pager *pager, uint32_t *first_page, uint32_t *page_count, uint32_t *time);
     void (*fetched)(pagert_pager *pager); /* that is on its way now */
-    /* Pages whose fastest copy is the host's, likewise; the victim stays known until host_remove(). */
+    uint32_t (*leaver)(pagert_pager *pager);   /* a clean page that is best evicted now, or NONE */
+    uint32_t (*writable)(pagert_pager *pager); /* a dirty page that is best written now, or NONE */
+    /* Pages whose fastest copy is the host's, as above; the victim stays known until host_remove(). */
     void (*host_insert)(pagert_pager *pager, uint32_t index);
     void (*host_remove)(pagert_pager *pager, uint32_t index);
     uint32_t (*host_victim)(pagert_pager *pager);
-    uint32_t (*leaver)(pagert_pager *pager);   /* a clean page that is best evicted now, or NONE */
-    uint32_t (*writable)(pagert_pager *pager); /* a dirty page that is best written now, or NONE */
+    int (*check)(const pagert_pager *pager); /* as pagert_check(), of its own state */
 };
+
+/* TELL(pager, written, pager, index): the policy, if it wants to hear of that. */
+#define TELL(pager, event, ...)                         \
+    do {                                                \
+        if ((pager)->policy->event != NULL)             \
+            (pager)->policy->event(__VA_ARGS__);        \
+    } while (0)
+
+/* The policies there are. */
+extern const pagert_policy policy_lru, policy_lookahead;
 
 static inline bool has(const page *p, uint32_t flag) { return (p->flags & flag) != 0; }
 static inline void set_flag(page *p, uint32_t flag) { p->flags = (uint16_t)(p->flags | flag); }
@@ -293,6 +329,8 @@ bool repack_fits_alone(const pagert_pager *pager, pagert_pin *pin);
 
 /* pin.c */
 void pin_fail_waiters(pagert_pager *pager, const pagert_failure *failure, bool full);
+int pin_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
+                 uint32_t needed_at);
 bool pin_is_waited_for(const pagert_pager *pager);
 
 /* pager.c */

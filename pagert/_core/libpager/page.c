@@ -8,7 +8,6 @@
  * here, device.c, lower.c, fail.c or pagert_complete().
  */
 #include "list.h"
-#include "shadow.h"
 
 static bool uses_host_copy(uint32_t queue)
 {
@@ -62,8 +61,6 @@ void page_relist(pagert_pager *pager, uint32_t index)
             clear_flag(p, PAGE_EVICTABLE);
             pager->policy->remove(pager, index);
         }
-    } else if (evictable && pager->policy->changed != NULL) {
-        pager->policy->changed(pager, index);
     }
     uint32_t list = 0; /* 1 + the host list it belongs on */
     if (p->copy[PAGERT_HOST] == COPY_VALID && !uses_host_copy(p->queue) &&
@@ -77,11 +74,10 @@ void page_relist(pagert_pager *pager, uint32_t index)
     }
     uint32_t listed = (p->flags & PAGE_HOST_LIST) >> PAGE_HOST_LIST_SHIFT;
     if (list != listed) {
-        const pagert_policy *policy = pager->policy;
-        if (policy->host_remove != NULL && listed == 1 + HOST_ONLY)
-            policy->host_remove(pager, index);
-        if (policy->host_insert != NULL && list == 1 + HOST_ONLY)
-            policy->host_insert(pager, index);
+        if (listed == 1 + HOST_ONLY)
+            TELL(pager, host_remove, pager, index);
+        if (list == 1 + HOST_ONLY)
+            TELL(pager, host_insert, pager, index);
         if (listed != 0)
             list_remove(pager, &pager->host_lists[listed - 1], LIST_HOST, index);
         if (list != 0)
@@ -89,7 +85,7 @@ void page_relist(pagert_pager *pager, uint32_t index)
         clear_flag(p, PAGE_HOST_LIST);
         set_flag(p, list << PAGE_HOST_LIST_SHIFT);
     }
-    shadow_look(pager, index);
+    TELL(pager, changed, pager, index);
 }
 
 /* The device frame is promised or owned: bring the bytes one stage nearer. */
@@ -202,7 +198,7 @@ void page_drop_lower(pagert_pager *pager, uint32_t index, uint32_t tier)
     bool was_clean = is_clean(p);
     p->copy[tier] = COPY_NONE;
     if (was_clean && !is_clean(p) && p->copy[PAGERT_DEVICE] == COPY_VALID && !has(p, PAGE_DYING))
-        shadow_lose_copy(pager, index);
+        TELL(pager, copy_lost, pager, index);
     page_relist(pager, index);
 }
 
@@ -238,7 +234,7 @@ void page_commit_write(pagert_pager *pager, uint32_t index)
     PAGERT_ASSERT(idle && p->holds > 0 && p->copy[PAGERT_DEVICE] != COPY_NONE);
     p->copy[PAGERT_DEVICE] = COPY_VALID;
     clear_flag(p, PAGE_ZERO | PAGE_OVERWRITE | PAGE_CLEANING);
-    shadow_write(pager, index);
+    TELL(pager, written, pager, index);
     for (uint32_t tier = PAGERT_HOST; tier < PAGERT_TIER_COUNT; tier++)
         if (p->copy[tier] != COPY_NONE)
             page_drop_lower(pager, index, tier);

@@ -3,7 +3,6 @@
  * pager: the memory it lives in, its regions, and what can be asked of it.
  */
 #include "list.h"
-#include "shadow.h"
 
 #define ALIGNMENT 64
 
@@ -103,8 +102,7 @@ int pagert_reserve(pagert_pager *pager, uint64_t size_bytes, pagert_region *regi
     head->page_count = (uint32_t)count;
     head->tail_bytes = (uint32_t)(size_bytes - ((count - 1) << pager->page_shift));
     pager->reserved_pages += count;
-    if (pager->policy->reserved != NULL)
-        pager->policy->reserved(pager, first, (uint32_t)count);
+    TELL(pager, reserved, pager, first, (uint32_t)count);
     *region = (pagert_region){first, head->generation};
     return 0;
 }
@@ -135,8 +133,7 @@ int pagert_release(pagert_pager *pager, pagert_region region)
             if (pin->accesses[k].region.first_page == first)
                 return PAGERT_E_STATE;
     pager->reserved_pages -= count;
-    if (pager->policy->released != NULL)
-        pager->policy->released(pager, first);
+    TELL(pager, released, pager, first);
     head->tail_bytes = count; /* from here on: pages that are not forgotten yet */
     for (uint32_t i = 0; i < count; i++)
         page_purge(pager, first + i);
@@ -177,7 +174,7 @@ int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_
     for (uint32_t i = 0; i < count; i++) {
         page *p = &pager->pages[first + i];
         if (p->copy[PAGERT_DEVICE] != COPY_INCOMING && !has(p, PAGE_MOVING))
-            shadow_expel(pager, first + i);
+            TELL(pager, sent_away, pager, first + i);
         if (p->copy[PAGERT_DEVICE] == COPY_VALID && !has(p, PAGE_LEAVING | PAGE_MOVING)) {
             if (!is_clean(p))
                 set_flag(p, PAGE_CLEANING); /* so that a failure is reported */
@@ -200,7 +197,7 @@ int64_t pagert_flush(pagert_pager *pager, pagert_failure *failure)
     int64_t remaining = 0;
     pager->flushing = code == 0;
     if (code == 0)
-        shadow_flush(pager);
+        TELL(pager, flushed, pager);
     for (uint32_t frame = 0; frame < pager->config.frame_count[PAGERT_DEVICE] && code == 0; frame++) {
         uint32_t index = pager->frames[frame].page;
         if (index == NONE)

@@ -6,11 +6,11 @@
  * there). Until a pin that writes is ready, the old bytes are untouched on the tiers below; that it holds
  * the only copy is settled in the step that makes it ready.
  */
-#include "shadow.h"
+#include "internal.h"
 
 /* FAILED holds its pages until it is unpinned, REFUSED never held any. */
 enum { FEW = 16 };           /* accesses that are compared with each other without more ado */
-enum { PIN_NEW, PIN_WAITING, PIN_REPACKING, PIN_PLACED, PIN_READY, PIN_FAILED, PIN_REFUSED, PIN_RELEASED };
+enum { PIN_IDLE, PIN_WAITING, PIN_REPACKING, PIN_PLACED, PIN_READY, PIN_FAILED, PIN_REFUSED };
 
 static void hold(pagert_pager *pager, uint32_t index)
 {
@@ -48,7 +48,7 @@ static void fetch_for_readers(pagert_pager *pager, uint32_t index)
     for (const pagert_pin *pin = pager->unready; pin != NULL; pin = pin->next) {
         if (pin->state == PIN_PLACED && pin_covers(pin, index) && !pin_overwrites(pager, pin, index)) {
             clear_flag(p, PAGE_OVERWRITE);
-            shadow_fetch_after_all(pager, index);
+            TELL(pager, not_overwritten, pager, index);
             page_advance(pager, index);
             return;
         }
@@ -180,7 +180,6 @@ static int place_spans(pagert_pager *pager, pagert_pin *pin)
                 settle(pager, a->span_first + i);
         }
     }
-    shadow_make_room(pager, pin);
     int outcome = place_make_room(pager, pin, missing);
     for (uint32_t k = 0; k < pin->access_count && outcome == PLACE_DONE; k++) {
         const pagert_access *a = &pin->accesses[k];
@@ -211,7 +210,6 @@ static int make_room_to_repack(pagert_pager *pager, pagert_pin *pin)
     for (uint32_t k = 0; k < pin->access_count; k++)
         for (uint32_t i = 0; i < pin->accesses[k].span_count; i++)
             missing += pager->pages[pin->accesses[k].span_first + i].copy[PAGERT_DEVICE] == COPY_NONE;
-    shadow_make_room(pager, pin);
     int outcome = place_make_room(pager, pin, missing > 0 ? missing : 1);
     for_each_page(pager, pin, unwant);
     return outcome == PLACE_DONE && !is_quiet(pager) ? PLACE_BUSY : outcome;
@@ -291,9 +289,9 @@ static int place(pagert_pager *pager, pagert_pin *pin)
         for_each_page(pager, pin, settle);
         return outcome;
     }
-    shadow_use_begun(pager, pin);
+    TELL(pager, begun, pager, pin);
     for_each_page(pager, pin, unwant);
-    if (outcome != PLACE_BLOCKED || pager->look_ahead_only) /* a guess is not worth more */
+    if (outcome != PLACE_BLOCKED || pin->needed_at != 0) /* a guess is not worth more */
         return outcome;
     pin->state = PIN_REPACKING;
     return repack(pager, pin);
@@ -347,7 +345,7 @@ static int look_at(const pagert_pager *pager, pagert_pin *pin, const pagert_acce
     const page *p = &pager->pages[index];
     if (!has(p, PAGE_FAILED))
         return is_ready(pager, access, index);
-    pin->failure = (pagert_failure){p->links[LIST_POLICY].older, p->failed_link, p->error};
+    pin->failure = (pagert_failure){p->failed_page, p->failed_link, p->error};
     pin->code = has(p, PAGE_FULL) ? PAGERT_E_FULL : PAGERT_E_TRANSFER;
     pin->state = PIN_FAILED;
     return pin->code;
@@ -420,7 +418,7 @@ int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
         }
         pin->code = 0;
         pin->state = PIN_PLACED;
-        shadow_use(pager, pin);
+        TELL(pager, placed, pager, pin);
     }
     if (pin->state != PIN_PLACED)
         return PAGERT_E_STATE;
@@ -433,7 +431,7 @@ int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
 /* `asked`: by an operator, so that the policy learns from it. */
 static int start(pagert_pager *pager, pagert_pin *pin, bool asked)
 {
-    if (pin->state != PIN_NEW)
+    if (pin->state != PIN_IDLE)
         return PAGERT_E_STATE;
     if (pin->access_count == 0)
         return PAGERT_E_ARGUMENT;
@@ -451,34 +449,37 @@ static int start(pagert_pager *pager, pagert_pin *pin, bool asked)
     }
     if (pin->access_count > UINT16_MAX)
         return PAGERT_E_ARGUMENT;
-    if (asked && pager->policy->accessed != NULL)
-        pager->policy->accessed(pager, pin);
+    if (asked)
+        TELL(pager, accessed, pager, pin);
     pin->access_cursor = pin->page_cursor = 0;
     pin->begun = 0;
     pin->code = 0;
     pin->state = PIN_WAITING;
     enter_unready(pager, pin);
     int outcome = pagert_pin_poll(pager, pin);
-    if (outcome < 0) {
+    if (outcome < 0)
         pagert_unpin(pager, pin);
-        pin->state = PIN_NEW;
-    }
     return outcome;
 }
 
-int pagert_pin_start(pagert_pager *pager, pagert_pin *pin) { return start(pager, pin, true); }
+int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
+{
+    if (pin->state == PIN_IDLE)
+        pin->needed_at = 0;
+    return start(pager, pin, true);
+}
 
 int pagert_unpin(pagert_pager *pager, pagert_pin *pin)
 {
-    if (pin->state == PIN_NEW || pin->state == PIN_RELEASED)
+    if (pin->state == PIN_IDLE)
         return PAGERT_E_STATE;
     uint32_t state = pin->state;
     if (state != PIN_READY)
         leave_unready(pager, pin);
-    pin->state = PIN_RELEASED;
+    pin->state = PIN_IDLE; /* it may be started again */
     if (state == PIN_READY || state == PIN_PLACED || state == PIN_FAILED) {
         for_each_page(pager, pin, let_go);
-        shadow_let_go(pager, pin);
+        TELL(pager, let_go, pager, pin);
     }
     if (state == PIN_PLACED || state == PIN_FAILED)
         for_each_page(pager, pin, fetch_for_readers);
@@ -496,10 +497,12 @@ bool pin_is_waited_for(const pagert_pager *pager)
     return false;
 }
 
-int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes)
+/* As pagert_prefetch(); `needed_at`: for the policy, when it expects an operator to need these pages, else 0. */
+int pin_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
+                 uint32_t needed_at)
 {
     pagert_access access = {.region = region, .offset_bytes = offset_bytes, .size_bytes = size_bytes};
-    pagert_pin pin = {.accesses = &access, .access_count = 1};
+    pagert_pin pin = {.accesses = &access, .access_count = 1, .needed_at = needed_at};
     pagert_counters before = pager->counters;
     int outcome = start(pager, &pin, false);
     pager->counters.hits = before.hits; /* nobody asked for it yet */
@@ -511,4 +514,9 @@ int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_b
         pager->counters.prefetches += pin.faults;
     pagert_unpin(pager, &pin);
     return placed;
+}
+
+int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes)
+{
+    return pin_prefetch(pager, region, offset_bytes, size_bytes, 0);
 }

@@ -44,10 +44,11 @@ static uint64_t available(const pagert_pager *pager)
     return frame_set_free_count(&pager->sets[PAGERT_DEVICE]) + pager->vacating;
 }
 
-/* Evict one page. Without a host tier a dirty victim needs a flash frame now. */
-static int evict_one(pagert_pager *pager, pagert_pin *pin)
+/* Evict one page. Without a host tier a dirty victim needs a flash frame now. `optional`: see victim_need. */
+static int evict_one(pagert_pager *pager, pagert_pin *pin, bool optional)
 {
-    uint32_t index = pager->policy->victim(pager, false);
+    victim_need need = {.time = pin->needed_at, .optional = optional};
+    uint32_t index = pager->policy->victim(pager, need);
     if (index == NONE)
         return is_quiet(pager) ? PLACE_BLOCKED : PLACE_BUSY;
     page *p = &pager->pages[index];
@@ -55,7 +56,8 @@ static int evict_one(pagert_pager *pager, pagert_pin *pin)
         uint32_t frame = lower_take_flash(pager);
         if (frame == NONE) {
             pin->failure = (pagert_failure){index, PAGERT_DEVICE_TO_FLASH, PAGERT_E_FULL};
-            index = pager->policy->victim(pager, true);
+            need.clean_only = true;
+            index = pager->policy->victim(pager, need);
             if (index == NONE)
                 return PAGERT_E_FULL;
         } else {
@@ -72,8 +74,9 @@ static int evict_one(pagert_pager *pager, pagert_pin *pin)
 /* Evict until so many frames are free or being vacated. */
 int place_make_room(pagert_pager *pager, pagert_pin *pin, uint64_t frames_needed)
 {
+    TELL(pager, making_room, pager, pin);
     while (available(pager) < frames_needed) {
-        int outcome = evict_one(pager, pin);
+        int outcome = evict_one(pager, pin, false);
         if (outcome != PLACE_DONE)
             return outcome;
     }
@@ -332,9 +335,7 @@ int place_window(pagert_pager *pager, pagert_pin *pin, const pagert_access *acce
         run_cost cost = cost_of_run(pager, s, base, resident);
         if (cost.in_way <= available(pager) - cost.available)
             break;
-        pager->spare_planned = true; /* the span's own pieces take frames only until they have moved */
-        outcome = evict_one(pager, pin);
-        pager->spare_planned = false;
+        outcome = evict_one(pager, pin, true); /* the span's own pieces take frames only until they have moved */
         if (outcome != PLACE_DONE)
             return outcome;
     }

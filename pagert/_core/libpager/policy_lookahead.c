@@ -22,7 +22,7 @@
 #include "plan.h"
 #include "shadow.h"
 
-/* Where an evictable page stands, in its `failed_link`: that is free while no pin holds the page. */
+/* Where an evictable page stands: its `standing`. */
 enum {
     GOES_FREE,  /* costs nothing: clean, and overwritten or released next */
     GOES_CLEAN, /* planned to go, and clean */
@@ -46,6 +46,7 @@ enum {
 };
 
 typedef struct lookahead {
+    shadow lru; /* keeps wrong predictions from costing much; first, as shadow.h wants it */
     history past;
     plan next;
     heap heaps[HEAPS];
@@ -64,7 +65,6 @@ typedef struct lookahead {
     uint32_t looked_up;   /* first page of the region of `found`, which was true at `looked_up_at` */
     uint32_t looked_up_at, looked_up_epoch;
     use found;
-    shadow lru; /* keeps wrong predictions from costing much: see shadow.h */
 } lookahead;
 
 static lookahead *state_of(const pagert_pager *pager) { return pager->policy_state; }
@@ -90,7 +90,7 @@ static void init(pagert_pager *pager)
     host_order_init(&state->below, &pager->config, memory);
     list_init(&state->unknown);
     state->looked_up = state->last_victim = NONE;
-    shadow_init(pager, &state->lru, memory + host_order_bytes(&pager->config));
+    shadow_init(pager, memory + host_order_bytes(&pager->config));
 }
 
 /* The next use of a page, or NULL. Pages of one access are asked for one after the other: the last answer is
@@ -147,7 +147,7 @@ static void insert(pagert_pager *pager, uint32_t index)
 {
     lookahead *state = state_of(pager);
     uint32_t time = 0, standing = appraise(pager, index, &time);
-    pager->pages[index].failed_link = (standing | (is_clean(&pager->pages[index]) ? WAS_CLEAN : 0)) & 15;
+    pager->pages[index].standing = (standing | (is_clean(&pager->pages[index]) ? WAS_CLEAN : 0)) & 15;
     if (standing == UNKNOWN)
         list_append(pager, &state->unknown, LIST_POLICY, index);
     else
@@ -157,7 +157,7 @@ static void insert(pagert_pager *pager, uint32_t index)
 static void remove_page(pagert_pager *pager, uint32_t index)
 {
     lookahead *state = state_of(pager);
-    uint32_t standing = pager->pages[index].failed_link & STANDING_MASK;
+    uint32_t standing = pager->pages[index].standing & STANDING_MASK;
     if (standing == UNKNOWN)
         list_remove(pager, &state->unknown, LIST_POLICY, index);
     else
@@ -167,7 +167,7 @@ static void remove_page(pagert_pager *pager, uint32_t index)
 /* Put the page where it belongs now. True if it stood there. */
 static bool reappraise(pagert_pager *pager, uint32_t index)
 {
-    uint32_t standing = pager->pages[index].failed_link & STANDING_MASK, time = 0;
+    uint32_t standing = pager->pages[index].standing & STANDING_MASK, time = 0;
     if (appraise(pager, index, &time) == standing &&
         (standing == UNKNOWN || time == heap_time(pager, &state_of(pager)->heaps[standing], index)))
         return true;
@@ -179,10 +179,11 @@ static bool reappraise(pagert_pager *pager, uint32_t index)
 static void changed(pagert_pager *pager, uint32_t index)
 {
     const page *p = &pager->pages[index];
-    if (is_clean(p) != ((p->failed_link & WAS_CLEAN) != 0)) {
+    if (has(p, PAGE_EVICTABLE) && is_clean(p) != ((p->standing & WAS_CLEAN) != 0)) {
         remove_page(pager, index);
         insert(pager, index);
     }
+    shadow_changed(pager, index);
 }
 
 static uint32_t evictable_count(const pagert_pager *pager)
@@ -247,13 +248,13 @@ static bool is_planned(const lookahead *state)
 
 /* What is fetched ahead takes no frame from what is needed before; nor from what is planned to stay, unless it comes
  * so soon that its operator would have to take that frame a moment later, and wait. */
-static bool may_go(const pagert_pager *pager, uint32_t standing, uint32_t time)
+static bool may_go(const pagert_pager *pager, uint32_t standing, uint32_t time, victim_need need)
 {
-    if (pager->look_ahead_only && pager->needed_before >= time)
+    if (need.time != 0 && need.time >= time)
         return false;
     bool is_near = state_of(pager)->ahead_pages < pager->config.frame_count[PAGERT_DEVICE] / NEAR_SHARE;
-    bool spare = (pager->look_ahead_only && !is_near) || pager->spare_planned;
-    return !spare || standing < STAYS_ONE || !is_planned(state_of(pager));
+    bool spare_planned = (need.time != 0 && !is_near) || need.optional;
+    return !spare_planned || standing < STAYS_ONE || !is_planned(state_of(pager));
 }
 
 /* Whether the page is as good a victim as the best one. Windows of several pages are as good as equal where
@@ -263,7 +264,7 @@ static bool is_as_good(pagert_pager *pager, uint32_t index, uint32_t standing, h
 {
     const lookahead *state = state_of(pager);
     const page *p = &pager->pages[index];
-    if (!has(p, PAGE_EVICTABLE) || (p->failed_link & STANDING_MASK) != standing || !reappraise(pager, index))
+    if (!has(p, PAGE_EVICTABLE) || (p->standing & STANDING_MASK) != standing || !reappraise(pager, index))
         return false;
     uint32_t time = heap_time(pager, &state->heaps[standing], index);
     uint32_t slack = next_use(pager, index)->event->count > 1 && best.time > state->past.now
@@ -288,40 +289,40 @@ static uint32_t in_order(pagert_pager *pager, uint32_t standing, heap_item best)
 }
 
 /* The one that the prediction makes the best, whatever it costs should that be wrong. */
-static uint32_t foreseen_victim(pagert_pager *pager, bool clean_only)
+static uint32_t foreseen_victim(pagert_pager *pager, victim_need need)
 {
     lookahead *state = state_of(pager);
     bool sure = history_is_sure(&state->past);
     for (uint32_t checks = 0; sure && checks < RECHECKS_MAX && state->unknown.count > 0; checks++) {
         uint32_t index = state->unknown.oldest;
-        if (clean_only && !is_clean(&pager->pages[index]))
+        if (need.clean_only && !is_clean(&pager->pages[index]))
             break;
         if (reappraise(pager, index))
             return index;
     }
     for (uint32_t checks = 0; checks < RECHECKS_MAX; checks++) {
-        uint32_t standing = best_heap(pager, clean_only);
+        uint32_t standing = best_heap(pager, need.clean_only);
         if (standing == HEAPS)
             break;
         heap_item top = state->heaps[standing].items[0];
         if (!reappraise(pager, top.page))
             continue;
-        if (!may_go(pager, standing, top.time))
+        if (!may_go(pager, standing, top.time, need))
             return NONE;
-        return clean_only ? top.page : (state->last_victim = in_order(pager, standing, top));
+        return need.clean_only ? top.page : (state->last_victim = in_order(pager, standing, top));
     }
-    if (pager->look_ahead_only)
+    if (need.time != 0)
         return NONE;
     uint32_t index = state->unknown.oldest;
-    if (index != NONE && (!clean_only || is_clean(&pager->pages[index])))
+    if (index != NONE && (!need.clean_only || is_clean(&pager->pages[index])))
         return index;
-    uint32_t standing = best_heap(pager, clean_only);
-    return standing != HEAPS ? state->heaps[standing].items[0].page : clean_only ? any_clean(pager) : NONE;
+    uint32_t standing = best_heap(pager, need.clean_only);
+    return standing != HEAPS ? state->heaps[standing].items[0].page : need.clean_only ? any_clean(pager) : NONE;
 }
 
 /* Pages that LRU would have evicted may leave at any time. Of the one that it did first and the one that it did
  * last: what is used later. The latter where it is a loop that LRU is bad at. */
-static uint32_t later_spare(pagert_pager *pager)
+static uint32_t later_spare(pagert_pager *pager, victim_need need)
 {
     uint32_t first = shadow_spares(pager)->oldest, last = shadow_spares(pager)->youngest;
     if (first == NONE)
@@ -333,16 +334,16 @@ static uint32_t later_spare(pagert_pager *pager)
         first = last;
         time_of_first = time_of_last;
     }
-    return pager->needed_before < time_of_first || !pager->look_ahead_only ? first : NONE;
+    return need.time == 0 || need.time < time_of_first ? first : NONE;
 }
 
-static uint32_t victim(pagert_pager *pager, bool clean_only)
+static uint32_t victim(pagert_pager *pager, victim_need need)
 {
-    uint32_t index = foreseen_victim(pager, clean_only);
-    if (index == NONE || shadow_affords(pager, shadow_price_of_leaving(pager, index)))
+    uint32_t index = foreseen_victim(pager, need);
+    if (index == NONE || shadow_affords_leaving(pager, index, need))
         return index;
-    index = clean_only ? NONE : later_spare(pager);
-    return index != NONE ? index : shadow_victim(pager, clean_only);
+    index = need.clean_only ? NONE : later_spare(pager, need);
+    return index != NONE ? index : shadow_victim(pager, need);
 }
 
 /* Where only reads repeat, no write takes a link's time, and half of it will do. */
@@ -365,8 +366,7 @@ static uint32_t leaver(pagert_pager *pager)
             uint32_t index = h->items[0].page;
             if (!reappraise(pager, index))
                 continue;
-            if (pager->pages[index].queue == QUEUE_NONE &&
-                shadow_affords(pager, shadow_price_of_leaving(pager, index)))
+            if (pager->pages[index].queue == QUEUE_NONE && shadow_affords_leaving(pager, index, (victim_need){0}))
                 return index;
             break;
         }
@@ -381,8 +381,7 @@ static uint32_t writable(pagert_pager *pager)
     const heap *h = &state_of(pager)->heaps[GOES_DIRTY];
     for (uint32_t i = 0; i < RECHECKS_MAX && i < h->count; i++) {
         uint32_t index = h->items[i].page;
-        if (pager->pages[index].queue == QUEUE_NONE &&
-            shadow_affords(pager, shadow_price_of_cleaning(pager, index)))
+        if (pager->pages[index].queue == QUEUE_NONE && shadow_affords_cleaning(pager, index))
             return reappraise(pager, index) ? index : NONE;
     }
     return NONE;
@@ -534,27 +533,34 @@ static void fetched(pagert_pager *pager)
     state->ahead_fetched += e->ahead;
 }
 
-const pagert_policy *pagert_policy_lookahead(void)
-{
-    static const pagert_policy table = {
-        .name = "lookahead",
-        .state_bytes = state_bytes,
-        .init = init,
-        .insert = insert,
-        .remove = remove_page,
-        .victim = victim,
-        .evictable_count = evictable_count,
-        .changed = changed,
-        .accessed = accessed,
-        .reserved = reserved,
-        .released = released,
-        .upcoming = upcoming,
-        .fetched = fetched,
-        .leaver = leaver,
-        .writable = writable,
-        .host_insert = host_insert,
-        .host_remove = host_remove,
-        .host_victim = host_victim,
-    };
-    return &table;
-}
+const pagert_policy policy_lookahead = {
+    .name = "lookahead",
+    .state_bytes = state_bytes,
+    .init = init,
+    .insert = insert,
+    .remove = remove_page,
+    .victim = victim,
+    .evictable_count = evictable_count,
+    .reserved = reserved,
+    .released = released,
+    .accessed = accessed,
+    .making_room = shadow_making_room,
+    .begun = shadow_begun,
+    .placed = shadow_placed,
+    .let_go = shadow_let_go,
+    .changed = changed,
+    .written = shadow_written,
+    .not_overwritten = shadow_not_overwritten,
+    .sent_away = shadow_sent_away,
+    .copy_lost = shadow_copy_lost,
+    .flushed = shadow_flushed,
+    .transferred = shadow_transferred,
+    .upcoming = upcoming,
+    .fetched = fetched,
+    .leaver = leaver,
+    .writable = writable,
+    .host_insert = host_insert,
+    .host_remove = host_remove,
+    .host_victim = host_victim,
+    .check = shadow_check,
+};

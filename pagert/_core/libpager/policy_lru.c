@@ -22,11 +22,11 @@ static void remove_page(pagert_pager *pager, uint32_t page_index)
     list_remove(pager, pager->policy_state, LIST_POLICY, page_index);
 }
 
-static uint32_t victim(pagert_pager *pager, bool clean_only)
+static uint32_t victim(pagert_pager *pager, victim_need need)
 {
     const page_list *list = pager->policy_state;
     uint32_t index = list->oldest;
-    while (clean_only && index != NONE && !is_clean(&pager->pages[index]))
+    while (need.clean_only && index != NONE && !is_clean(&pager->pages[index]))
         index = pager->pages[index].links[LIST_POLICY].younger;
     return index;
 }
@@ -36,16 +36,12 @@ static uint32_t evictable_count(const pagert_pager *pager)
     return ((const page_list *)pager->policy_state)->count;
 }
 
-const pagert_policy *pagert_policy_lru(void)
-{
-    static const pagert_policy table = {
-        .name = "lru",
-        .state_bytes = state_bytes,
-        .init = init,
-        .insert = insert,
-        .remove = remove_page,
-        .victim = victim,
-        .evictable_count = evictable_count,
-    };
-    return &table;
-}
+const pagert_policy policy_lru = {
+    .name = "lru",
+    .state_bytes = state_bytes,
+    .init = init,
+    .insert = insert,
+    .remove = remove_page,
+    .victim = victim,
+    .evictable_count = evictable_count,
+};

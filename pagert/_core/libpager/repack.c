@@ -13,10 +13,7 @@
  * way of a resident page of the pin goes there for a while: when that page has moved in, its own frame outside
  * is free.
  */
-#include "shadow.h"
-
-/* A span's base in the layout is kept in its access's device_bytes until the pin is ready. */
-static uint32_t base_of(const pagert_access *access) { return (uint32_t)access->device_bytes; }
+#include "internal.h"
 
 static bool is_span(const pagert_access *access) { return access->span_count > 0; }
 
@@ -30,9 +27,9 @@ static uint32_t laid_end(const pagert_pin *pin, uint32_t base, uint32_t count)
 {
     for (uint32_t i = 0; i < pin->access_count; i++) {
         const pagert_access *a = &pin->accesses[i];
-        if (is_span(a) && a->device_bytes != UINT64_MAX && base_of(a) < base + count &&
-            base < base_of(a) + a->span_count)
-            return base_of(a) + a->span_count;
+        if (is_span(a) && a->base_frame != NONE && a->base_frame < base + count &&
+            base < a->base_frame + a->span_count)
+            return a->base_frame + a->span_count;
     }
     return 0;
 }
@@ -78,7 +75,7 @@ static bool lay(const pagert_pager *pager, const pagert_pin *pin, pagert_access 
         if (next == 0)
             next = laid_end(pin, base, access->span_count);
         if (next == 0) {
-            access->device_bytes = base;
+            access->base_frame = base;
             return true;
         }
         if (forced != NONE)
@@ -92,13 +89,13 @@ static bool lay(const pagert_pager *pager, const pagert_pin *pin, pagert_access 
 static bool lay_all(const pagert_pager *pager, pagert_pin *pin)
 {
     for (uint32_t i = 0; i < pin->access_count; i++)
-        pin->accesses[i].device_bytes = UINT64_MAX;
+        pin->accesses[i].base_frame = NONE;
     for (;;) {
         pagert_access *next = NULL;
         bool next_forced = false;
         for (uint32_t i = 0; i < pin->access_count; i++) {
             pagert_access *a = &pin->accesses[i];
-            if (!is_span(a) || a->device_bytes != UINT64_MAX)
+            if (!is_span(a) || a->base_frame != NONE)
                 continue;
             uint32_t base;
             bool forced = !find_forced_base(pager, a, &base) || base != NONE;
@@ -119,12 +116,12 @@ static bool lay_all(const pagert_pager *pager, pagert_pin *pin)
 bool repack_fits_alone(const pagert_pager *pager, pagert_pin *pin)
 {
     for (uint32_t i = 0; i < pin->access_count; i++)
-        pin->accesses[i].device_bytes = UINT64_MAX;
+        pin->accesses[i].base_frame = NONE;
     for (uint32_t i = 0; i < pin->access_count; i++) {
         pagert_access *a = &pin->accesses[i];
         if (is_span(a) && !lay(pager, pin, a))
             return false;
-        a->device_bytes = UINT64_MAX;
+        a->base_frame = NONE;
     }
     return true;
 }
@@ -158,7 +155,7 @@ static uint32_t idle_target(const pagert_pager *pager, const pagert_pin *pin, ui
     for (; *k < pin->access_count; (*k)++, *i = 0) {
         const pagert_access *a = &pin->accesses[*k];
         for (; *i < a->span_count; (*i)++) {
-            uint32_t target = base_of(a) + *i;
+            uint32_t target = a->base_frame + *i;
             if (pager->pages[a->span_first + *i].copy[PAGERT_DEVICE] == COPY_NONE &&
                 pager->frames[target].page == NONE && pager->frames[target].heir == NONE)
                 return target;
@@ -177,7 +174,7 @@ typedef struct round {
 /* The i-th page of the access, or what lies in its place: bring it nearer to the layout. */
 static void rearrange(pagert_pager *pager, const pagert_pin *pin, const pagert_access *a, uint32_t i, round *r)
 {
-    uint32_t index = a->span_first + i, target = base_of(a) + i;
+    uint32_t index = a->span_first + i, target = a->base_frame + i;
     const page *p = &pager->pages[index];
     const device_frame *f = &pager->frames[target];
     bool resident = p->copy[PAGERT_DEVICE] == COPY_VALID && !has(p, PAGE_MOVING);
@@ -216,7 +213,7 @@ int repack_round(pagert_pager *pager, pagert_pin *pin)
     if (r.started == 0 && (r.in_way != NONE || r.stuck != NONE)) {
         /* No frame is free, or the pin's own pages stand in a circle: break it at one. */
         uint32_t index = r.in_way != NONE ? r.in_way : r.stuck;
-        shadow_expel(pager, index);
+        TELL(pager, sent_away, pager, index);
         page_start_leaving(pager, index);
         r.started++;
     }
@@ -227,7 +224,7 @@ int repack_round(pagert_pager *pager, pagert_pin *pin)
         for (uint32_t i = 0; i < a->span_count; i++) {
             uint32_t index = a->span_first + i;
             if (pager->pages[index].copy[PAGERT_DEVICE] == COPY_NONE)
-                device_assign(pager, index, base_of(a) + i, pin_overwrites(pager, pin, index));
+                device_assign(pager, index, a->base_frame + i, pin_overwrites(pager, pin, index));
         }
     }
     return PLACE_DONE;

@@ -20,14 +20,16 @@ uint64_t shadow_bytes(const pagert_config *config)
 }
 
 /* The memory is zeroed: no page is in a list, and no link of such a page is read. */
-void shadow_init(pagert_pager *pager, shadow *state, unsigned char *memory)
+void shadow_init(pagert_pager *pager, unsigned char *memory)
 {
+    shadow *state = pager->policy_state;
     *state = (shadow){.links = (page_link *)(void *)memory,
                       .flags = memory + (uint64_t)pager->config.page_count * sizeof(page_link),
                       .kept = {NONE, NONE, 0},
                       .spares = {NONE, NONE, 0}};
-    pager->shadow = state;
 }
+
+static shadow *shadow_of(const pagert_pager *pager) { return pager->policy_state; }
 
 static void append(shadow *s, page_list *list, uint32_t index)
 {
@@ -76,9 +78,9 @@ static uint32_t due_for(const page *p, uint32_t flags)
 }
 
 /* Bring the page's share of `due`, and its place among the spares, up to date. */
-void shadow_update(pagert_pager *pager, uint32_t index)
+void shadow_changed(pagert_pager *pager, uint32_t index)
 {
-    shadow *s = pager->shadow;
+    shadow *s = shadow_of(pager);
     const page *p = &pager->pages[index];
     uint32_t flags = s->flags[index];
     if (has(p, PAGE_DYING) && (flags & KEPT)) {
@@ -101,23 +103,23 @@ void shadow_update(pagert_pager *pager, uint32_t index)
 
 static void pay(pagert_pager *pager)
 {
-    pager->shadow->lru_moved++;
+    shadow_of(pager)->lru_moved++;
     pager->counters.lru_moved++;
 }
 
 /* LRU gives the page up, without a writeback. */
 static void forget(pagert_pager *pager, uint32_t index)
 {
-    shadow *s = pager->shadow;
+    shadow *s = shadow_of(pager);
     take_out(s, &s->kept, index);
     s->unpaid -= (s->flags[index] & UNPAID) != 0;
     s->flags[index] &= (uint8_t)~(KEPT | DIRTY | UNPAID);
-    shadow_update(pager, index);
+    shadow_changed(pager, index);
 }
 
 static void evict(pagert_pager *pager, uint32_t index)
 {
-    if (pager->shadow->flags[index] & DIRTY)
+    if (shadow_of(pager)->flags[index] & DIRTY)
         pay(pager);
     forget(pager, index);
 }
@@ -125,7 +127,7 @@ static void evict(pagert_pager *pager, uint32_t index)
 /* LRU evicts its oldest pages until `coming` more fit. Held ones, which are few, go to the other end. */
 static void fit(pagert_pager *pager, uint32_t coming)
 {
-    shadow *s = pager->shadow;
+    shadow *s = shadow_of(pager);
     uint64_t frame_count = pager->config.frame_count[PAGERT_DEVICE];
     for (uint32_t tries = s->kept.count; tries > 0; tries--) {
         if (s->kept.count + (uint64_t)coming <= frame_count)
@@ -145,17 +147,17 @@ static void fit(pagert_pager *pager, uint32_t coming)
 
 void shadow_expect(pagert_pager *pager, const pagert_pin *pin)
 {
-    const shadow *s = pager->shadow;
+    const shadow *s = shadow_of(pager);
     for (uint32_t k = 0; k < pin->access_count; k++) {
         __builtin_prefetch(&s->links[pin->accesses[k].first_page]);
         __builtin_prefetch(&s->flags[pin->accesses[k].first_page]);
     }
 }
 
-void shadow_make_room(pagert_pager *pager, const pagert_pin *pin)
+void shadow_making_room(pagert_pager *pager, const pagert_pin *pin)
 {
-    const shadow *s = pager->shadow;
-    if (s == NULL || pager->look_ahead_only)
+    const shadow *s = shadow_of(pager);
+    if (pin->needed_at != 0) /* nobody asked for it: LRU does not */
         return;
     uint32_t coming = 0;
     for (uint32_t k = 0; k < pin->access_count; k++) {
@@ -169,7 +171,7 @@ void shadow_make_room(pagert_pager *pager, const pagert_pin *pin)
 /* LRU does not have the page yet: it comes, with a fetch unless there is nothing to fetch. */
 static void bring(pagert_pager *pager, uint32_t index, bool overwrite)
 {
-    shadow *s = pager->shadow;
+    shadow *s = shadow_of(pager);
     PAGERT_ASSERT(!(s->flags[index] & SPARE)); /* it is held */
     append(s, &s->kept, index);
     s->flags[index] |= KEPT;
@@ -179,13 +181,13 @@ static void bring(pagert_pager *pager, uint32_t index, bool overwrite)
     } else if (!has(&pager->pages[index], PAGE_ZERO)) {
         pay(pager);
     }
-    shadow_update(pager, index);
+    shadow_changed(pager, index);
 }
 
-void shadow_use(pagert_pager *pager, pagert_pin *pin)
+void shadow_placed(pagert_pager *pager, pagert_pin *pin)
 {
-    shadow *s = pager->shadow;
-    if (s == NULL || pager->look_ahead_only)
+    shadow *s = shadow_of(pager);
+    if (pin->needed_at != 0)
         return;
     pin->use = ++s->uses;
     for (uint32_t k = 0; k < pin->access_count; k++) {
@@ -202,10 +204,10 @@ void shadow_use(pagert_pager *pager, pagert_pin *pin)
 }
 
 /* It was not placed, but the fetch of some pages has begun, and goes on. */
-void shadow_use_begun(pagert_pager *pager, const pagert_pin *pin)
+void shadow_begun(pagert_pager *pager, const pagert_pin *pin)
 {
-    const shadow *s = pager->shadow;
-    if (s == NULL || pager->look_ahead_only)
+    const shadow *s = shadow_of(pager);
+    if (pin->needed_at != 0)
         return;
     for (uint32_t k = 0; k < pin->access_count; k++) {
         const pagert_access *a = &pin->accesses[k];
@@ -223,8 +225,8 @@ void shadow_use_begun(pagert_pager *pager, const pagert_pin *pin)
  * was not, is not there. */
 void shadow_let_go(pagert_pager *pager, const pagert_pin *pin)
 {
-    shadow *s = pager->shadow;
-    if (s == NULL || pager->look_ahead_only || (pin->use == s->uses && s->unpaid == 0))
+    shadow *s = shadow_of(pager);
+    if (pin->needed_at != 0 || (pin->use == s->uses && s->unpaid == 0))
         return;
     if (pin->use != s->uses)
         s->uses++;
@@ -243,19 +245,19 @@ void shadow_let_go(pagert_pager *pager, const pagert_pin *pin)
 }
 
 /* The page is about to be written: it gets dirty on both sides, and page_relist() follows. */
-void shadow_write(pagert_pager *pager, uint32_t index)
+void shadow_written(pagert_pager *pager, uint32_t index)
 {
-    shadow *s = pager->shadow;
-    if (s == NULL || !(s->flags[index] & KEPT))
+    shadow *s = shadow_of(pager);
+    if (!(s->flags[index] & KEPT))
         return;
     s->unpaid -= (s->flags[index] & UNPAID) != 0;
     s->flags[index] = (uint8_t)((s->flags[index] & ~UNPAID) | DIRTY);
 }
 
-void shadow_fetch_after_all(pagert_pager *pager, uint32_t index)
+void shadow_not_overwritten(pagert_pager *pager, uint32_t index)
 {
-    shadow *s = pager->shadow;
-    if (s == NULL || !(s->flags[index] & UNPAID))
+    shadow *s = shadow_of(pager);
+    if (!(s->flags[index] & UNPAID))
         return;
     s->flags[index] &= (uint8_t)~UNPAID;
     s->unpaid--;
@@ -263,30 +265,28 @@ void shadow_fetch_after_all(pagert_pager *pager, uint32_t index)
         pay(pager);
 }
 
-void shadow_expel(pagert_pager *pager, uint32_t index)
+void shadow_sent_away(pagert_pager *pager, uint32_t index)
 {
-    if (pager->shadow != NULL && (pager->shadow->flags[index] & KEPT))
+    if (shadow_of(pager)->flags[index] & KEPT)
         evict(pager, index);
 }
 
 /* O(device frames), as a flush is. */
-void shadow_flush(pagert_pager *pager)
+void shadow_flushed(pagert_pager *pager)
 {
-    shadow *s = pager->shadow;
-    for (uint32_t index = s != NULL ? s->kept.oldest : NONE; index != NONE; index = s->links[index].younger) {
+    shadow *s = shadow_of(pager);
+    for (uint32_t index = s->kept.oldest; index != NONE; index = s->links[index].younger) {
         if (!(s->flags[index] & DIRTY) || pager->pages[index].holds > 0)
             continue;
         s->flags[index] &= (uint8_t)~DIRTY;
         pay(pager);
-        shadow_update(pager, index);
+        shadow_changed(pager, index);
     }
 }
 
-void shadow_lose_copy(pagert_pager *pager, uint32_t index)
+void shadow_copy_lost(pagert_pager *pager, uint32_t index)
 {
-    shadow *s = pager->shadow;
-    if (s == NULL)
-        return;
+    shadow *s = shadow_of(pager);
     if (s->flags[index] & KEPT)
         s->flags[index] |= DIRTY;
     else
@@ -295,56 +295,62 @@ void shadow_lose_copy(pagert_pager *pager, uint32_t index)
 
 void shadow_transferred(pagert_pager *pager, uint32_t link, uint32_t page_count)
 {
-    if (pager->shadow != NULL && crosses_border(link))
-        pager->shadow->moved += page_count;
+    if (crosses_border(link))
+        shadow_of(pager)->moved += page_count;
 }
 
-/* Its fetch, if LRU would find it here, and its writeback, if that is not due already. */
-uint32_t shadow_price_of_leaving(const pagert_pager *pager, uint32_t index)
+static bool affords(const shadow *s, uint64_t price)
 {
-    return ((pager->shadow->flags[index] & KEPT) && !has(&pager->pages[index], PAGE_ZERO) ? 1 : 0) +
-           shadow_price_of_cleaning(pager, index);
+    return 100 * (s->moved + s->due + price) <= LIMIT_PERCENT * s->lru_moved + 100 * s->excused;
 }
 
-uint32_t shadow_price_of_cleaning(const pagert_pager *pager, uint32_t index)
+/* The page's writeback, if that is not due already. */
+static uint32_t price_of_cleaning(const pagert_pager *pager, uint32_t index)
 {
-    return (pager->shadow->flags[index] & DIRTY) && !is_clean(&pager->pages[index]) ? 1 : 0;
+    return (shadow_of(pager)->flags[index] & DIRTY) && !is_clean(&pager->pages[index]) ? 1 : 0;
 }
 
-bool shadow_affords(const pagert_pager *pager, uint64_t price)
+bool shadow_affords_cleaning(const pagert_pager *pager, uint32_t index)
 {
-    const shadow *s = pager->shadow;
-    uint64_t intended = pager->look_ahead_only ? s->intended : 0;
-    return 100 * (s->moved + s->due + intended + price) <= LIMIT_PERCENT * s->lru_moved + 100 * s->excused;
+    return affords(shadow_of(pager), price_of_cleaning(pager, index));
+}
+
+/* Its fetch, if LRU would find it here, and its writeback. */
+bool shadow_affords_leaving(const pagert_pager *pager, uint32_t index, victim_need need)
+{
+    const shadow *s = shadow_of(pager);
+    uint64_t price = (s->flags[index] & KEPT) && !has(&pager->pages[index], PAGE_ZERO) ? 1 : 0;
+    price += price_of_cleaning(pager, index);
+    return affords(s, need.time != 0 ? s->intended + price : price);
 }
 
 bool shadow_affords_fetch(pagert_pager *pager, uint32_t first_page, uint32_t page_count)
 {
-    shadow *s = pager->shadow;
+    shadow *s = shadow_of(pager);
     s->intended = 0;
     for (uint32_t i = 0; i < page_count; i++) {
         const page *p = &pager->pages[first_page + i];
         if (p->copy[PAGERT_DEVICE] == COPY_NONE && !has(p, PAGE_ZERO))
             s->intended += !(s->flags[first_page + i] & KEPT); /* else it is due already */
     }
-    return shadow_affords(pager, s->intended);
+    return affords(s, s->intended);
 }
 
-const page_list *shadow_spares(const pagert_pager *pager) { return &pager->shadow->spares; }
+const page_list *shadow_spares(const pagert_pager *pager) { return &shadow_of(pager)->spares; }
 
-uint32_t shadow_victim(pagert_pager *pager, bool clean_only)
+uint32_t shadow_victim(pagert_pager *pager, victim_need need)
 {
-    shadow *s = pager->shadow;
-    if (pager->look_ahead_only)
+    shadow *s = shadow_of(pager);
+    if (need.time != 0)
         return NONE;
     uint32_t index = s->spares.oldest;
-    while (index != NONE && clean_only && !is_clean(&pager->pages[index]))
+    while (index != NONE && need.clean_only && !is_clean(&pager->pages[index]))
         index = s->links[index].younger;
-    if (index != NONE || pager->spare_planned || (!clean_only && !is_quiet(pager)))
+    if (index != NONE || need.optional || (!need.clean_only && !is_quiet(pager)))
         return index;
     for (index = s->kept.oldest; index != NONE; index = s->links[index].younger) {
         const page *p = &pager->pages[index];
-        if (has(p, PAGE_EVICTABLE) && (!clean_only || is_clean(p))) {
+        if (has(p, PAGE_EVICTABLE) && (!need.clean_only || is_clean(p))) {
             evict(pager, index);
             return index;
         }
@@ -360,7 +366,7 @@ uint32_t shadow_victim(pagert_pager *pager, bool clean_only)
 
 static int check_list(const pagert_pager *pager, const page_list *list, uint32_t flag)
 {
-    const shadow *s = pager->shadow;
+    const shadow *s = shadow_of(pager);
     uint32_t count = 0, previous = NONE;
     for (uint32_t index = list->oldest; index != NONE; index = s->links[index].younger) {
         CHECK((s->flags[index] & (KEPT | SPARE)) == flag);
@@ -374,7 +380,7 @@ static int check_list(const pagert_pager *pager, const page_list *list, uint32_t
 /* Everything counted anew, and the rule itself. */
 int shadow_check(const pagert_pager *pager)
 {
-    const shadow *s = pager->shadow;
+    const shadow *s = shadow_of(pager);
     uint64_t due = 0;
     uint32_t kept = 0, spares = 0, unpaid = 0;
     int line;

@@ -37,7 +37,7 @@
 
 #include "internal.h"
 
-struct shadow {
+typedef struct shadow {
     page_link *links; /* of each page: in one of the two lists, or in none */
     uint8_t *flags;
     page_list kept;   /* pages that LRU has on the device, oldest use first. No more than there are frames */
@@ -49,44 +49,37 @@ struct shadow {
     uint64_t intended; /* pages that a prefetch will make due, once there is room for them */
     uint32_t uses;     /* numbers the uses of pins */
     uint32_t unpaid;   /* pages that LRU has without a fetch, for a pin that is going to overwrite them */
-};
+} shadow;
 
+/* The shadow stands first in the state of its policy, in whose table the functions below can then stand. */
 uint64_t shadow_bytes(const pagert_config *config);
-void shadow_init(pagert_pager *pager, shadow *state, unsigned char *memory);
+void shadow_init(pagert_pager *pager, unsigned char *memory);
 
 /* The pin comes next: its entries can be on their way to the processor while it does other things. */
 void shadow_expect(pagert_pager *pager, const pagert_pin *pin);
 
-/* What the policy asks. */
-uint32_t shadow_price_of_leaving(const pagert_pager *pager, uint32_t index);
-uint32_t shadow_price_of_cleaning(const pagert_pager *pager, uint32_t index);
-bool shadow_affords(const pagert_pager *pager, uint64_t price);
-/* Whether these pages may be fetched ahead; until the next question, victims must leave enough for it. */
+/* What the policy asks: whether it may evict this page, or write it ahead of time; */
+bool shadow_affords_leaving(const pagert_pager *pager, uint32_t index, victim_need need);
+bool shadow_affords_cleaning(const pagert_pager *pager, uint32_t index);
+/* whether these pages may be fetched ahead: until the next question, victims for that must leave enough for it; */
 bool shadow_affords_fetch(pagert_pager *pager, uint32_t first_page, uint32_t page_count);
-/* Evictable pages that LRU has not, which cost nothing: first those that it evicted first. */
+/* evictable pages that LRU has not, which cost nothing: first those that it evicted first; */
 const page_list *shadow_spares(const pagert_pager *pager);
-/* The victim where the policy's own cannot be afforded. NONE: wait, or there is none. */
-uint32_t shadow_victim(pagert_pager *pager, bool clean_only);
+/* the victim where the policy's own cannot be afforded. NONE: wait, or there is none. */
+uint32_t shadow_victim(pagert_pager *pager, victim_need need);
 
-/* What the core tells. Nothing happens where the policy keeps no shadow. */
-void shadow_update(pagert_pager *pager, uint32_t index);
-void shadow_make_room(pagert_pager *pager, const pagert_pin *pin);   /* its pages are held */
-void shadow_use(pagert_pager *pager, pagert_pin *pin);               /* it is placed */
-void shadow_use_begun(pagert_pager *pager, const pagert_pin *pin);   /* it has to wait */
+/* What it hears of: see pagert_policy. */
+void shadow_making_room(pagert_pager *pager, const pagert_pin *pin);
+void shadow_begun(pagert_pager *pager, const pagert_pin *pin);
+void shadow_placed(pagert_pager *pager, pagert_pin *pin);
 void shadow_let_go(pagert_pager *pager, const pagert_pin *pin);
-void shadow_write(pagert_pager *pager, uint32_t index);
-void shadow_fetch_after_all(pagert_pager *pager, uint32_t index);    /* it was not overwritten */
-void shadow_expel(pagert_pager *pager, uint32_t index);              /* it leaves, and not as a victim */
-void shadow_flush(pagert_pager *pager);
-void shadow_lose_copy(pagert_pager *pager, uint32_t index);          /* the one below, for lack of room */
+void shadow_changed(pagert_pager *pager, uint32_t index);
+void shadow_written(pagert_pager *pager, uint32_t index);
+void shadow_not_overwritten(pagert_pager *pager, uint32_t index);
+void shadow_sent_away(pagert_pager *pager, uint32_t index);
+void shadow_copy_lost(pagert_pager *pager, uint32_t index);
+void shadow_flushed(pagert_pager *pager);
 void shadow_transferred(pagert_pager *pager, uint32_t link, uint32_t page_count);
 int shadow_check(const pagert_pager *pager);
-
-/* Anything may have changed about the page. */
-static inline void shadow_look(pagert_pager *pager, uint32_t index)
-{
-    if (pager->shadow != NULL)
-        shadow_update(pager, index);
-}
 
 #endif

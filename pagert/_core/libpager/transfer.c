@@ -2,7 +2,7 @@
  *
  * transfer: hand out what may start, and take in what has ended.
  */
-#include "shadow.h"
+#include "internal.h"
 
 static const uint8_t source_tier[PAGERT_LINK_COUNT] = {
     [PAGERT_FILL] = PAGERT_TIER_COUNT,        [PAGERT_MOVE] = PAGERT_DEVICE,
@@ -129,7 +129,7 @@ int pagert_complete(pagert_pager *pager, const pagert_transfer *transfer, int32_
     } else {
         pager->counters.transfers[link]++;
         pager->counters.transferred[link] += transfer->page_count;
-        shadow_transferred(pager, link, transfer->page_count);
+        TELL(pager, transferred, pager, link, transfer->page_count);
     }
     for (uint32_t i = 0; i < transfer->page_count; i++) {
         uint32_t index = transfer->first_page + i;
