@@ -16,8 +16,9 @@ HEADERS = ROOT / "include" / "pagert"
 
 # Lowest first. A module may import from its own layer and from those below.
 LAYERS = [
-    {"errors", "config", "stats", "geometry"},
+    {"errors", "sizes", "geometry"},
     {"_core", "engines"},
+    {"config", "stats"},
     {"runtime", "trace"},
     {"tensor", "simulation"},
     {"training"},
