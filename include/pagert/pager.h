@@ -2,7 +2,7 @@
  *
  * libpager: decides which page lies in which frame of which tier, and never acts on it.
  *
- * It owns the page table, the frames of every tier, the eviction policy and the plan of transfers.
+ * It owns the page table, the frames of every tier, the eviction policy and the queues of transfers.
  * It does no I/O, has no threads, no clock and no globals, and allocates nothing: the caller supplies
  * the memory, serialises the calls, carries out what pagert_next_transfer() hands out and reports each
  * transfer once through pagert_complete(). The same code runs under the pump, in the simulator and in
@@ -117,8 +117,8 @@ typedef struct pagert_failure {
     int32_t result;   /* what pagert_complete() was told, or PAGERT_E_FULL */
 } pagert_failure;
 
-/* Everything that one operator needs at once. The caller owns it and its accesses, and keeps both in
- * place until it is let go of: by pagert_unpin(), or by an error of pagert_pin_start(). From then on it may be
+/* Everything that one operator needs at once. The caller owns it and its accesses, and keeps both where they
+ * are until it is let go of: by pagert_unpin(), or by an error of pagert_pin_start(). From then on it may be
  * started again as it is. Fill the first two fields and zero the rest. */
 typedef struct pagert_pin {
     pagert_access *accesses;

@@ -20,7 +20,7 @@ __all__ = [
     "FLASH_TO_DEVICE", "FLASH_TO_HOST", "FREE", "HOST", "HOST_TO_DEVICE", "HOST_TO_FLASH",
     "LINK_COUNT", "MOVE", "NONE", "OVERWRITE", "READ", "RESIDENT", "TIER_COUNT", "UPDATE",
     "WRITING_BACK", "ZERO", "Core", "CoreError", "CorePin", "Counters", "Failure", "PageInfo",
-    "PinnedAccess", "Region", "Residency", "Transfer", "Usage", "memory_bytes",
+    "PinnedAccess", "RegionHandle", "Residency", "Transfer", "Usage", "memory_bytes",
     "policy_names",
 ]
 
@@ -75,7 +75,7 @@ cdef dict _code_names = {
 }
 
 
-class Region(NamedTuple):
+class RegionHandle(NamedTuple):
     """Handle of a region."""
 
     first_page: int
@@ -264,7 +264,7 @@ cdef class Core:
         """Reserve a region of at least `size_bytes`."""
         cdef pagert_region region
         check(pagert_reserve(self._pager, size_bytes, &region))
-        return Region(region.first_page, region.generation)
+        return RegionHandle(region.first_page, region.generation)
 
     def release(self, region):
         """Release a region."""

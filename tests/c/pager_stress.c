@@ -183,7 +183,7 @@ static void finish_transfer(driver *d, uint32_t index, uint32_t failure_percent)
 }
 
 /* Carry transfers out until nothing is left to do. */
-static void settle(driver *d, uint32_t failure_percent)
+static void drain(driver *d, uint32_t failure_percent)
 {
     for (;;) {
         while (start_transfer(d, all_links)) {
@@ -480,7 +480,7 @@ static void require_progress(driver *d)
 {
     uint32_t idle = 0;
     for (uint32_t attempt = 0; attempt < 1000; attempt++) {
-        settle(d, d->failure_percent);
+        drain(d, d->failure_percent);
         uint32_t pending = 0, ended = 0;
         for (uint32_t p = 0; p < PINS_MAX; p++) {
             int waited = d->pins[p].started && !d->pins[p].ready;
@@ -507,10 +507,10 @@ static void finish_round(driver *d)
         if (d->pins[p].started)
             unpin(d, &d->pins[p]);
     REQUIRE(d, pagert_held_frames(d->pager) == 0);
-    settle(d, 0);
+    drain(d, 0);
     while (d->region_count > 0)
         release(d);
-    settle(d, 0);
+    drain(d, 0);
     verify_state(d);
     REQUIRE(d, pagert_reserved_pages(d->pager) == 0);
     for (uint32_t tier = 0; tier < PAGERT_TIER_COUNT; tier++) {

@@ -102,7 +102,7 @@ class Range:
     """A live region."""
 
     name: str
-    handle: c.Region
+    handle: c.RegionHandle
     size_bytes: int
 
     @property

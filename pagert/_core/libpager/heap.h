@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * heap: pages by the time of their next use, furthest first. A page's place in it is remembered, so that it can
+ * heap: pages by the time of their next use, furthest first. Where a page stands in it is remembered, so that it can
  * be taken out anywhere: in its heap_index while it is evictable, or beside its host frame.
  */
 #ifndef PAGERT_HEAP_H
@@ -15,7 +15,7 @@ typedef struct heap_item {
 typedef struct heap {
     heap_item *items;
     uint32_t count;
-    uint32_t *places; /* of host frames; NULL: of evictable pages */
+    uint32_t *host_indices; /* of host frames; NULL: of evictable pages */
 } heap;
 
 static inline uint64_t heap_bytes(const pagert_config *config, uint32_t tier)
@@ -23,43 +23,43 @@ static inline uint64_t heap_bytes(const pagert_config *config, uint32_t tier)
     return (uint64_t)config->frame_count[tier] * sizeof(heap_item);
 }
 
-static inline uint32_t *heap_place(pagert_pager *pager, const heap *h, uint32_t index)
+static inline uint32_t *heap_index_of(pagert_pager *pager, const heap *h, uint32_t index)
 {
     page *p = &pager->pages[index];
-    return h->places != NULL ? &h->places[p->frame[PAGERT_HOST]] : &p->heap_index;
+    return h->host_indices != NULL ? &h->host_indices[p->frame[PAGERT_HOST]] : &p->heap_index;
 }
 
 static inline uint32_t heap_time(pagert_pager *pager, const heap *h, uint32_t index)
 {
-    return h->items[*heap_place(pager, h, index)].time;
+    return h->items[*heap_index_of(pager, h, index)].time;
 }
 
-static inline void heap_put(pagert_pager *pager, heap *h, uint32_t place, heap_item item)
+static inline void heap_put(pagert_pager *pager, heap *h, uint32_t at, heap_item item)
 {
-    h->items[place] = item;
-    *heap_place(pager, h, item.page) = place;
+    h->items[at] = item;
+    *heap_index_of(pager, h, item.page) = at;
 }
 
-static inline void heap_sift_up(pagert_pager *pager, heap *h, uint32_t place, heap_item item)
+static inline void heap_sift_up(pagert_pager *pager, heap *h, uint32_t at, heap_item item)
 {
-    while (place > 0 && h->items[(place - 1) / 2].time < item.time) {
-        heap_put(pager, h, place, h->items[(place - 1) / 2]);
-        place = (place - 1) / 2;
+    while (at > 0 && h->items[(at - 1) / 2].time < item.time) {
+        heap_put(pager, h, at, h->items[(at - 1) / 2]);
+        at = (at - 1) / 2;
     }
-    heap_put(pager, h, place, item);
+    heap_put(pager, h, at, item);
 }
 
-static inline void heap_sift_down(pagert_pager *pager, heap *h, uint32_t place, heap_item item)
+static inline void heap_sift_down(pagert_pager *pager, heap *h, uint32_t at, heap_item item)
 {
-    for (uint32_t child = 2 * place + 1; child < h->count; child = 2 * place + 1) {
+    for (uint32_t child = 2 * at + 1; child < h->count; child = 2 * at + 1) {
         if (child + 1 < h->count && h->items[child + 1].time > h->items[child].time)
             child++;
         if (h->items[child].time <= item.time)
             break;
-        heap_put(pager, h, place, h->items[child]);
-        place = child;
+        heap_put(pager, h, at, h->items[child]);
+        at = child;
     }
-    heap_put(pager, h, place, item);
+    heap_put(pager, h, at, item);
 }
 
 static inline void heap_push(pagert_pager *pager, heap *h, uint32_t index, uint32_t time)
@@ -69,14 +69,14 @@ static inline void heap_push(pagert_pager *pager, heap *h, uint32_t index, uint3
 
 static inline void heap_remove(pagert_pager *pager, heap *h, uint32_t index)
 {
-    uint32_t place = *heap_place(pager, h, index);
+    uint32_t at = *heap_index_of(pager, h, index);
     heap_item last = h->items[--h->count];
     if (last.page == index)
         return;
-    if (place > 0 && h->items[(place - 1) / 2].time < last.time)
-        heap_sift_up(pager, h, place, last);
+    if (at > 0 && h->items[(at - 1) / 2].time < last.time)
+        heap_sift_up(pager, h, at, last);
     else
-        heap_sift_down(pager, h, place, last);
+        heap_sift_down(pager, h, at, last);
 }
 
 #endif

@@ -11,7 +11,7 @@ enum {
     REGIONS = 1 << 18, /* half of them used at most */
     ROLES = 1 << 18,
     CONTEXT = 4,       /* events that say where we are */
-    WINDOW = 8,        /* events that may be left out before the place counts as lost */
+    WINDOW = 8,        /* events that may be left out before the cursor counts as lost */
     MISSES_MAX = 64,   /* events that may be put in between, likewise */
     STEPS_MAX = 256,
 };
@@ -115,7 +115,7 @@ static uint32_t hash_of(const event *e)
 }
 
 /* Note where the last CONTEXT events (the newest is `now - 1`) occurred: here. What was noted before, or NONE. */
-static uint32_t note_place(history *past)
+static uint32_t note_context(history *past)
 {
     if (past->now < CONTEXT)
         return NONE;
@@ -123,19 +123,19 @@ static uint32_t note_place(history *past)
     for (uint32_t k = 0; k < CONTEXT; k++)
         hash = mix(hash, history_event(past, newest - k)->hash);
     uint32_t *entry = &past->recall[hash & past->recall_mask];
-    uint32_t place = *entry - 1;
+    uint32_t recalled = *entry - 1;
     *entry = newest + 1;
-    return place;
+    return recalled;
 }
 
-/* Whether the last CONTEXT events are those that end at `place`. */
-static bool is_recalled(const history *past, uint32_t place)
+/* Whether the last CONTEXT events are those that end at `recalled`. */
+static bool is_recalled(const history *past, uint32_t recalled)
 {
     uint32_t newest = past->now - 1;
-    if (place == NONE || place < CONTEXT || place == newest || !history_keeps(past, place - CONTEXT))
+    if (recalled == NONE || recalled < CONTEXT || recalled == newest || !history_keeps(past, recalled - CONTEXT))
         return false;
     for (uint32_t k = 0; k < CONTEXT; k++)
-        if (!equal(history_event(past, place - k), history_event(past, newest - k)))
+        if (!equal(history_event(past, recalled - k), history_event(past, newest - k)))
             return false;
     return true;
 }
@@ -182,13 +182,13 @@ static uint8_t age_of(const history *past, uint32_t name)
     return age < AGE_OLD ? (uint8_t)age : AGE_OLD;
 }
 
-static void jump(history *past, uint32_t place, uint32_t run)
+static void jump(history *past, uint32_t cursor, uint32_t run)
 {
-    past->cursor = place;
+    past->cursor = cursor;
     past->run = run;
     past->misses = 0;
     past->epoch++;
-    if (place != NONE)
+    if (cursor != NONE)
         match(past);
 }
 
@@ -206,7 +206,7 @@ static bool only_releases(const history *past, uint32_t skipped)
 static void follow(history *past, const event *e)
 {
     uint32_t newest = past->now - 1;
-    uint32_t place = note_place(past);
+    uint32_t recalled = note_context(past);
     if (past->cursor != NONE && !history_keeps(past, past->cursor))
         past->cursor = NONE;
     if (past->cursor != NONE && past->cursor + 1 < newest &&
@@ -224,8 +224,8 @@ static void follow(history *past, const event *e)
         past->run = in_order ? past->run + 1 : past->run / 2;
         past->misses = 0;
         match(past);
-    } else if (is_recalled(past, place)) {
-        jump(past, place, CONTEXT);
+    } else if (is_recalled(past, recalled)) {
+        jump(past, recalled, CONTEXT);
     } else if (past->cursor != NONE && ++past->misses > MISSES_MAX) {
         jump(past, NONE, 0);
     } else if (e->kind != EVENT_RELEASE) {

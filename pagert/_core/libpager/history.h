@@ -3,7 +3,7 @@
  * history: what was accessed, and what will be.
  *
  * A training step repeats. The history keeps the last events (accesses, allocations, releases) in a ring and
- * a cursor into its own past: the place where the same thing happened before. What followed then is the
+ * a cursor into its own past: the event where the same thing happened before. What followed then is the
  * prediction of what follows now. The cursor is found again by the last few events, wherever they occurred
  * last, as in dictionary compression (Ziv, Lempel 1977), so that several sequences (train, evaluate) are
  * known at once and none has to be announced.
@@ -11,7 +11,7 @@
  * Regions are known by roles. A region that is allocated where the prediction has an allocation of the same
  * size takes over the role of the one allocated then: gradients and activations are new regions in each
  * step, and their roles are not. Where nothing is predicted yet, a young region is recognised by its age, and
- * takes over the role of the one that had the same age at the same place.
+ * takes over the role of the one that had the same age then.
  */
 #ifndef PAGERT_HISTORY_H
 #define PAGERT_HISTORY_H

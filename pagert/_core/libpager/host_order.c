@@ -15,11 +15,11 @@ uint64_t host_order_bytes(const pagert_config *config)
 
 void host_order_init(host_order *order, const pagert_config *config, unsigned char *memory)
 {
-    uint32_t *places = (uint32_t *)(void *)(memory + HOST_PRICES * heap_bytes(config, PAGERT_HOST));
+    uint32_t *indices = (uint32_t *)(void *)(memory + HOST_PRICES * heap_bytes(config, PAGERT_HOST));
     for (uint32_t price = 0; price < HOST_PRICES; price++)
         order->prices[price] = (heap){
-            .items = (heap_item *)(void *)(memory + price * heap_bytes(config, PAGERT_HOST)), .places = places};
-    order->standing = (uint8_t *)(places + config->frame_count[PAGERT_HOST]);
+            .items = (heap_item *)(void *)(memory + price * heap_bytes(config, PAGERT_HOST)), .host_indices = indices};
+    order->standing = (uint8_t *)(indices + config->frame_count[PAGERT_HOST]);
 }
 
 /* What it costs that the page goes to flash, and comes back if it is read next. HOST_PRICES: not known. */

@@ -4,7 +4,7 @@
  *
  * A pin is waiting (nothing held), placed (its windows are promised, its pages held) or ready (the bytes are
  * there). Until a pin that writes is ready, the old bytes are untouched on the tiers below; that it holds
- * the only copy is settled in the step that makes it ready.
+ * the only copy comes true in the step that makes it ready.
  */
 #include "internal.h"
 
@@ -72,14 +72,15 @@ static void want(pagert_pager *pager, uint32_t index)
     set_flag(&pager->pages[index], PAGE_WANTED);
 }
 
-static void settle(pagert_pager *pager, uint32_t index)
+/* It stays where it is, or is promised to be: the pin does not move it any more. */
+static void fix(pagert_pager *pager, uint32_t index)
 {
     clear_flag(&pager->pages[index], PAGE_WANTED);
 }
 
 static void unwant(pagert_pager *pager, uint32_t index)
 {
-    settle(pager, index);
+    fix(pager, index);
     let_go(pager, index);
 }
 
@@ -99,16 +100,16 @@ static bool is_window(const pagert_pager *pager, uint32_t first, uint32_t count)
 /* Whether no two accesses are of one region, so that none overlap: what lists of tensors have. */
 static bool is_spread(const pagert_pin *pin)
 {
-    enum { PLACES = 1024 };
-    uint32_t seen[PLACES] = {0}; /* 1 + first page of a region */
-    if (pin->access_count > PLACES / 2)
+    enum { ENTRIES = 1024 };
+    uint32_t seen[ENTRIES] = {0}; /* 1 + first page of a region */
+    if (pin->access_count > ENTRIES / 2)
         return false;
     for (uint32_t k = 0; k < pin->access_count; k++) {
-        uint32_t region = pin->accesses[k].region.first_page + 1, place = region * 0x9e3779b1u >> 22;
-        for (; seen[place] != 0; place = (place + 1) % PLACES)
-            if (seen[place] == region)
+        uint32_t region = pin->accesses[k].region.first_page + 1, entry = region * 0x9e3779b1u >> 22;
+        for (; seen[entry] != 0; entry = (entry + 1) % ENTRIES)
+            if (seen[entry] == region)
                 return false;
-        seen[place] = region;
+        seen[entry] = region;
     }
     return true;
 }
@@ -177,7 +178,7 @@ static int place_spans(pagert_pager *pager, pagert_pin *pin)
             if (pager->pages[a->span_first + i].copy[PAGERT_DEVICE] == COPY_NONE)
                 missing++;
             if (placed)
-                settle(pager, a->span_first + i);
+                fix(pager, a->span_first + i);
         }
     }
     int outcome = place_make_room(pager, pin, missing);
@@ -187,7 +188,7 @@ static int place_spans(pagert_pager *pager, pagert_pin *pin)
             continue;
         outcome = place_window(pager, pin, a);
         for (uint32_t i = 0; i < a->span_count && outcome == PLACE_DONE; i++)
-            settle(pager, a->span_first + i);
+            fix(pager, a->span_first + i);
     }
     return outcome;
 }
@@ -286,7 +287,7 @@ static int place(pagert_pager *pager, pagert_pin *pin)
     for_each_page(pager, pin, want);
     int outcome = recall_pages(pager, pin) ? place_spans(pager, pin) : PLACE_BUSY;
     if (outcome == PLACE_DONE) {
-        for_each_page(pager, pin, settle);
+        for_each_page(pager, pin, fix);
         return outcome;
     }
     TELL(pager, begun, pager, pin);

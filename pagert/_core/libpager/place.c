@@ -170,17 +170,17 @@ static void fullest_run(const frame_runs *runs, uint32_t count, closed_run range
 /* Put the closed run around `frame` among the others, which are in order. Not more of it than matters to few runs. */
 static void insert_closed(const pagert_pager *pager, span s, uint32_t frame, closed_run *closed, uint32_t count)
 {
-    uint32_t place = count, reach = 2 * s.count;
-    for (; place > 0 && closed[place - 1].first > frame; place--)
-        closed[place] = closed[place - 1];
+    uint32_t at = count, reach = 2 * s.count;
+    for (; at > 0 && closed[at - 1].first > frame; at--)
+        closed[at] = closed[at - 1];
     closed_run run = {frame, frame + 1};
-    uint32_t lowest = place > 0 ? closed[place - 1].end : 0;
-    uint32_t highest = place < count ? closed[place + 1].first : pager->config.frame_count[PAGERT_DEVICE];
+    uint32_t lowest = at > 0 ? closed[at - 1].end : 0;
+    uint32_t highest = at < count ? closed[at + 1].first : pager->config.frame_count[PAGERT_DEVICE];
     while (run.first > lowest && frame - run.first < reach && is_closed(pager, s, run.first - 1))
         run.first--;
     while (run.end < highest && run.end - frame < reach && is_closed(pager, s, run.end))
         run.end++;
-    closed[place] = run;
+    closed[at] = run;
 }
 
 enum { CLOSED_MAX = 32 };

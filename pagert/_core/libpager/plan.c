@@ -51,9 +51,9 @@ void plan_begin(plan *p, const history *past, uint32_t room)
     p->operator_count = p->gap_count = p->at = p->round = 0;
     p->needed[0] = 0;
     p->written = false;
-    for (uint32_t kind = 0; kind < PLACES * KINDS * KINDS; kind++)
+    for (uint32_t kind = 0; kind < RANKS * KINDS * KINDS; kind++)
         p->owed[kind] = 0;
-    p->place = 0;
+    p->rank = 0;
     p->room = room;
     p->stage = PLAN_FIND;
 }
@@ -200,8 +200,8 @@ static uint32_t kind_of_gap(const plan *p, const history *past, const event *e)
     bool known = e->previous != NONE && history_keeps(past, e->previous);
     uint32_t start = known ? history_event(past, e->previous)->kind : EVENT_READ;
     uint32_t end = e->kind == EVENT_RELEASE ? KINDS - 1 : e->kind;
-    uint32_t place = p->place < PLACES ? p->place : PLACES - 1;
-    return (place * KINDS + (start < KINDS ? start : EVENT_READ)) * KINDS + end;
+    uint32_t rank = p->rank < RANKS ? p->rank : RANKS - 1;
+    return (rank * KINDS + (start < KINDS ? start : EVENT_READ)) * KINDS + end;
 }
 
 /* A window of which a part stays has to move, or its neighbours do, when the rest comes back. So small ones stay or go
@@ -237,7 +237,7 @@ static void publish(plan *p, history *past)
         e->keep = pages_to_keep(p, past, p->at, e);
     else if (e->match != NONE && e->match >= p->first)
         e->keep = history_event(past, e->match)->keep;
-    p->place = is_access(e) && !e->last ? p->place + 1 : 0;
+    p->rank = is_access(e) && !e->last ? p->rank + 1 : 0;
 }
 
 /* One step of the stage that goes on; how many it has. */

@@ -37,7 +37,7 @@ typedef struct gap {
     bool fetched; /* whether pages that left are read back at its end */
 } gap;
 
-enum { PLACES = 8, KINDS = 4 }; /* what tells gaps apart: see kind_of_gap() */
+enum { RANKS = 8, KINDS = 4 }; /* what tells gaps apart: see kind_of_gap() */
 
 typedef struct plan {
     uint32_t stage, at, round;
@@ -46,8 +46,8 @@ typedef struct plan {
     bool written;   /* something in the period writes: else every gap costs the same, and nothing is planned */
     uint32_t room;  /* frames that operators, and what stays between them, may fill */
     int32_t load;   /* pages that stay over the operator that is priced */
-    uint32_t place; /* of the event among the accesses of its operator, while the result is written */
-    int32_t owed[PLACES * KINDS * KINDS]; /* pages that should have stayed, and did not yet: see in_whole_windows() */
+    uint32_t rank;  /* of the event among the accesses of its operator, while the result is written */
+    int32_t owed[RANKS * KINDS * KINDS]; /* pages that should have stayed, and did not yet: see in_whole_windows() */
     gap *gaps;
     uint32_t *operator_of; /* each event */
     uint32_t *gap_of;      /* each event: the gap that it ends, or NONE */

@@ -32,7 +32,7 @@ enum {
     HEAPS,
     UNKNOWN = HEAPS, /* no use known: on the list */
     STANDING_MASK = 7,
-    WAS_CLEAN = 8, /* when it was given its place */
+    WAS_CLEAN = 8, /* when it came to stand there */
 };
 
 enum {
@@ -122,8 +122,8 @@ static bool is_fetched_ahead(const lookahead *state, uint32_t time)
 static bool goes(const lookahead *state, const use *next, uint32_t offset)
 {
     const event *e = next->event;
-    uint32_t place = e->kind == EVENT_RELEASE ? offset : offset - e->offset;
-    return !is_fetched_ahead(state, next->time) && e->keep < KEEP_ALL && place >= e->keep;
+    uint32_t nth = e->kind == EVENT_RELEASE ? offset : offset - e->offset;
+    return !is_fetched_ahead(state, next->time) && e->keep < KEEP_ALL && nth >= e->keep;
 }
 
 /* Where the page belongs, and the time of its next use if that is known. */

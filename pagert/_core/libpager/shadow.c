@@ -77,7 +77,7 @@ static uint32_t due_for(const page *p, uint32_t flags)
     return due;
 }
 
-/* Bring the page's share of `due`, and its place among the spares, up to date. */
+/* Bring the page's share of `due`, and whether it is a spare, up to date. */
 void shadow_changed(pagert_pager *pager, uint32_t index)
 {
     shadow *s = shadow_of(pager);

@@ -29,7 +29,7 @@
  * below the device's; and a clean page whose copy below was dropped for lack of room, so that it has to be
  * written again. Where LRU has the page, too, it is dirty there likewise, else it is `excused`.
  *
- * LRU here: a page's place is that of its last use, and a use ends when the pin lets go. It evicts at once,
+ * LRU here: pages stand in the order of their last use, and a use ends when the pin lets go. It evicts at once,
  * and never what is held.
  */
 #ifndef PAGERT_SHADOW_H
