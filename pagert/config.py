@@ -11,7 +11,7 @@ from typing import Literal, cast, get_args
 
 import torch
 
-from pagert._core.pager import policy_names
+from pagert._core.core import policy_names
 from pagert.errors import ConfigurationError, ConfigurationTypeError
 from pagert.sizes import format_bytes, parse_bytes, whole_number
 

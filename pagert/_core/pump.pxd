@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 from pagert._core.arena cimport Arena
 from pagert._core.device cimport Device
 from pagert._core.flash cimport FlashFile, pagert_engine
-from pagert._core.pager cimport (
+from pagert._core.core cimport (
     PAGERT_LINK_COUNT, PAGERT_TIER_COUNT, pagert_access, pagert_config, pagert_counters, pagert_failure,
     pagert_pin, pagert_region, pagert_residency, pagert_transfer, pagert_usage,
 )

@@ -19,14 +19,14 @@ from pagert._core.arena cimport count_of_forks
 from pagert._core.device cimport frames_of
 from pagert._core.state cimport as_dict, usage_of
 from pagert._core.users cimport link, others_hold, unlink
-from pagert._core.pager cimport (
+from pagert._core.core cimport (
     PAGERT_DEVICE, PAGERT_E_FRAMES, PAGERT_E_FULL, PAGERT_E_TRANSFER, PAGERT_FLASH, PAGERT_HOST, PAGERT_OVERWRITE,
     PAGERT_READ, PAGERT_UPDATE, pagert_policy_named,
 )
 
 import logging
 
-from pagert._core.pager import policy_names
+from pagert._core.core import policy_names
 from pagert._core.refusals import LINKS, cannot_open, out_of_frames, refused, tier_full, transfer_failed, waiting
 from pagert.errors import (
     ConfigurationError,

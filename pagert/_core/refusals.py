@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from errno import EBADMSG, EINVAL, ENOMEM
 
 from pagert._core.arena import format_size
-from pagert._core.pager import E_PAGES, E_STALE, E_STATE
+from pagert._core.core import E_PAGES, E_STALE, E_STATE
 from pagert.errors import ConfigurationError, OutOfFrames, PagertError, TierFull, TransferError
 
 __all__ = ["LINKS", "cannot_open", "out_of_frames", "refused", "tier_full", "transfer_failed", "waiting"]

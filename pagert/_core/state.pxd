@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a pump counted, as Python has it. No module: all is inline.
 
-from pagert._core.pager cimport PAGERT_LINK_COUNT, PAGERT_TIER_COUNT
+from pagert._core.core cimport PAGERT_LINK_COUNT, PAGERT_TIER_COUNT
 from pagert._core.pump cimport pagert_pump_state
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from core_model import pages_of
 from core_world import World
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 
 def drain(world: World, result: int = 0) -> None:

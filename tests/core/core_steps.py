@@ -11,7 +11,7 @@ from core_drive import close, drain
 from core_model import EIO, PAGE_BYTES, Access, Pin, Range, Shape, Violation, pages_of
 from core_world import World
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 Step = tuple[str, tuple]
 

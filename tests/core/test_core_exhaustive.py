@@ -16,7 +16,7 @@ from core_drive import drain, let_go
 from core_model import EIO, PAGE_BYTES, Shape, pages_of, whole
 from core_world import World
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 DEEPER = int(os.environ.get("PAGERT_TEST_PROFILE") == "long")
 Operation = Callable[[World], None]

@@ -8,7 +8,7 @@ from core_drive import close, drain, let_go
 from core_model import EIO, PAGE_BYTES, Access, Shape, pages_of, whole
 from core_world import World
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 
 def test_reading_and_overwriting_one_page_in_one_pin_sees_its_bytes() -> None:

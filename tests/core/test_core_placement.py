@@ -14,7 +14,7 @@ from core_world import World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=12)
 modes = st.sampled_from([c.READ, c.UPDATE, c.OVERWRITE])

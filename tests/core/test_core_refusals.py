@@ -11,7 +11,7 @@ from core_drive import close, drain
 from core_model import PAGE_BYTES, Access, Range, Shape, pages_of, whole
 from core_world import World
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 TWO = Shape(device=4, host=0, flash=16, transfer_pages_max=4, page_count=16)
 

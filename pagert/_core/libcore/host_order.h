@@ -18,10 +18,10 @@ typedef struct host_order {
 
 uint64_t host_order_bytes(const pagert_config *config);
 void host_order_init(host_order *order, const pagert_config *config, unsigned char *memory);
-void host_order_insert(pagert_pager *pager, host_order *order, const history *past, uint32_t index);
-void host_order_remove(pagert_pager *pager, host_order *order, uint32_t index);
+void host_order_insert(pagert_core *core, host_order *order, const history *past, uint32_t index);
+void host_order_remove(pagert_core *core, host_order *order, uint32_t index);
 
 /* The page that goes best, or NONE where the history does not know. */
-uint32_t host_order_victim(pagert_pager *pager, host_order *order, const history *past);
+uint32_t host_order_victim(pagert_core *core, host_order *order, const history *past);
 
 #endif

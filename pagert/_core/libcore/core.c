@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * pager: the memory it lives in, its regions, and what can be asked of it.
+ * core: the memory it lives in, its regions, and what can be asked of it.
  */
 #include "list.h"
 
@@ -15,7 +15,7 @@ typedef struct layout {
 static layout lay_out(const pagert_config *config)
 {
     layout at = {0};
-    uint64_t end = align_up(sizeof(pagert_pager));
+    uint64_t end = align_up(sizeof(pagert_core));
     at.pages = end;
     end += sizeof(page) * (uint64_t)config->page_count;
     at.frames = end;
@@ -47,7 +47,7 @@ uint64_t pagert_memory_bytes(const pagert_config *config)
     return is_valid(config) ? lay_out(config).total : 0;
 }
 
-int pagert_init(const pagert_config *config, void *memory, uint64_t memory_bytes, pagert_pager **pager_out)
+int pagert_init(const pagert_config *config, void *memory, uint64_t memory_bytes, pagert_core **core_out)
 {
     if (!is_valid(config) || memory == NULL || (uintptr_t)memory % ALIGNMENT != 0)
         return PAGERT_E_ARGUMENT;
@@ -55,100 +55,100 @@ int pagert_init(const pagert_config *config, void *memory, uint64_t memory_bytes
     if (memory_bytes < at.total)
         return PAGERT_E_ARGUMENT;
     unsigned char *base = memory;
-    pagert_pager *pager = memory;
-    pager->config = *config;
-    pager->page_shift = (uint32_t)__builtin_ctzll(config->page_bytes);
-    pager->lower_tier = configured(pager, PAGERT_HOST) ? PAGERT_HOST : PAGERT_FLASH;
-    pager->pages = (page *)(void *)(base + at.pages);
-    pager->frames = (device_frame *)(void *)(base + at.frames);
+    pagert_core *core = memory;
+    core->config = *config;
+    core->page_shift = (uint32_t)__builtin_ctzll(config->page_bytes);
+    core->lower_tier = configured(core, PAGERT_HOST) ? PAGERT_HOST : PAGERT_FLASH;
+    core->pages = (page *)(void *)(base + at.pages);
+    core->frames = (device_frame *)(void *)(base + at.frames);
     for (uint32_t frame = 0; frame < config->frame_count[PAGERT_DEVICE]; frame++)
-        pager->frames[frame] = (device_frame){NONE, NONE};
+        core->frames[frame] = (device_frame){NONE, NONE};
     for (uint32_t tier = 0; tier < PAGERT_TIER_COUNT; tier++)
-        frame_set_init(&pager->sets[tier], config->frame_count[tier],
+        frame_set_init(&core->sets[tier], config->frame_count[tier],
                        (uint64_t *)(void *)(base + at.words[tier]));
-    frame_runs_init(&pager->runs, config->frame_count[PAGERT_DEVICE], base + at.runs);
+    frame_runs_init(&core->runs, config->frame_count[PAGERT_DEVICE], base + at.runs);
     for (uint32_t queue = 0; queue < QUEUE_COUNT; queue++)
-        list_init(&pager->queues[queue]);
+        list_init(&core->queues[queue]);
     for (uint32_t list = 0; list < HOST_LISTS; list++)
-        list_init(&pager->host_lists[list]);
-    pager->flush_failed.page = NONE;
-    pager->policy = config->policy;
-    pager->policy_state = base + at.policy;
-    pager->policy->init(pager);
-    extents_init(pager);
-    *pager_out = pager;
+        list_init(&core->host_lists[list]);
+    core->flush_failed.page = NONE;
+    core->policy = config->policy;
+    core->policy_state = base + at.policy;
+    core->policy->init(core);
+    extents_init(core);
+    *core_out = core;
     return 0;
 }
 
-int pagert_reserve(pagert_pager *pager, uint64_t size_bytes, pagert_region *region)
+int pagert_reserve(pagert_core *core, uint64_t size_bytes, pagert_region *region)
 {
     if (size_bytes == 0)
         return PAGERT_E_ARGUMENT;
-    uint64_t count = ((size_bytes - 1) >> pager->page_shift) + 1;
-    if (count > pager->config.page_count)
+    uint64_t count = ((size_bytes - 1) >> core->page_shift) + 1;
+    if (count > core->config.page_count)
         return PAGERT_E_PAGES;
-    uint32_t first = extents_take(pager, (uint32_t)count);
+    uint32_t first = extents_take(core, (uint32_t)count);
     if (first == NONE)
         return PAGERT_E_PAGES;
     for (uint32_t i = 0; i < count; i++) {
-        page *p = &pager->pages[first + i];
+        page *p = &core->pages[first + i];
         uint32_t generation = p->generation;
         *p = (page){.region = first, .queue = QUEUE_NONE, .generation = generation};
         p->flags = PAGE_LIVE | PAGE_ZERO;
     }
-    page *head = &pager->pages[first];
+    page *head = &core->pages[first];
     set_flag(head, PAGE_HEAD);
     head->generation++;
     head->page_count = (uint32_t)count;
-    head->tail_bytes = (uint32_t)(size_bytes - ((count - 1) << pager->page_shift));
-    pager->reserved_pages += count;
-    TELL(pager, reserved, pager, first, (uint32_t)count);
+    head->tail_bytes = (uint32_t)(size_bytes - ((count - 1) << core->page_shift));
+    core->reserved_pages += count;
+    TELL(core, reserved, core, first, (uint32_t)count);
     *region = (pagert_region){first, head->generation};
     return 0;
 }
 
 /* A page of a released region is forgotten; with the last one its address space is free again. */
-void region_page_gone(pagert_pager *pager, uint32_t index)
+void region_page_gone(pagert_core *core, uint32_t index)
 {
-    uint32_t first = pager->pages[index].region;
-    page *head = &pager->pages[first];
+    uint32_t first = core->pages[index].region;
+    page *head = &core->pages[first];
     PAGERT_ASSERT(head->tail_bytes > 0);
     if (--head->tail_bytes == 0)
-        extents_give(pager, first, head->page_count);
+        extents_give(core, first, head->page_count);
 }
 
-int pagert_release(pagert_pager *pager, pagert_region region)
+int pagert_release(pagert_core *core, pagert_region region)
 {
     uint32_t first, one;
-    int code = region_pages(pager, region, 0, 1, &first, &one);
+    int code = region_pages(core, region, 0, 1, &first, &one);
     if (code < 0)
         return code;
-    page *head = &pager->pages[first];
+    page *head = &core->pages[first];
     uint32_t count = head->page_count;
     for (uint32_t i = 0; i < count; i++)
-        if (pager->pages[first + i].holds > 0)
+        if (core->pages[first + i].holds > 0)
             return PAGERT_E_STATE;
-    for (const pagert_pin *pin = pager->unready; pin != NULL; pin = pin->next)
+    for (const pagert_pin *pin = core->unready; pin != NULL; pin = pin->next)
         for (uint32_t k = 0; k < pin->access_count; k++)
             if (pin->accesses[k].region.first_page == first)
                 return PAGERT_E_STATE;
-    pager->reserved_pages -= count;
-    TELL(pager, released, pager, first);
+    core->reserved_pages -= count;
+    TELL(core, released, core, first);
     head->tail_bytes = count; /* from here on: pages that are not forgotten yet */
     for (uint32_t i = 0; i < count; i++)
-        page_purge(pager, first + i);
+        page_purge(core, first + i);
     for (uint32_t i = 0; i < count; i++)
-        if (!has(&pager->pages[first + i], PAGE_DYING))
-            region_page_gone(pager, first + i);
-    lower_grant_host(pager);
-    PAGERT_ASSERT_SLOW(pager);
+        if (!has(&core->pages[first + i], PAGE_DYING))
+            region_page_gone(core, first + i);
+    lower_grant_host(core);
+    PAGERT_ASSERT_SLOW(core);
     return 0;
 }
 
 /* A writeback that flush or evict asked for has failed, of one of these pages: say so once. */
-static int take_failure(pagert_pager *pager, uint32_t first, uint32_t count, pagert_failure *failure)
+static int take_failure(pagert_core *core, uint32_t first, uint32_t count, pagert_failure *failure)
 {
-    failed_writeback *failed = &pager->flush_failed;
+    failed_writeback *failed = &core->flush_failed;
     if (failed->page == NONE || failed->page - first >= count)
         return 0;
     failed->page = NONE;
@@ -157,80 +157,80 @@ static int take_failure(pagert_pager *pager, uint32_t first, uint32_t count, pag
     return failed->full ? PAGERT_E_FULL : PAGERT_E_TRANSFER;
 }
 
-int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
+int64_t pagert_evict(pagert_core *core, pagert_region region, uint64_t offset_bytes,
                      uint64_t size_bytes, pagert_failure *failure)
 {
     uint32_t first, count;
-    int code = region_pages(pager, region, offset_bytes, size_bytes, &first, &count);
+    int code = region_pages(core, region, offset_bytes, size_bytes, &first, &count);
     if (code < 0)
         return code;
-    code = take_failure(pager, first, count, failure);
+    code = take_failure(core, first, count, failure);
     if (code < 0)
         return code;
     for (uint32_t i = 0; i < count; i++)
-        if (pager->pages[first + i].holds > 0)
+        if (core->pages[first + i].holds > 0)
             return PAGERT_E_STATE;
     int64_t remaining = 0;
     for (uint32_t i = 0; i < count; i++) {
-        page *p = &pager->pages[first + i];
+        page *p = &core->pages[first + i];
         if (p->copy[PAGERT_DEVICE] != COPY_INCOMING && !has(p, PAGE_MOVING))
-            TELL(pager, sent_away, pager, first + i);
+            TELL(core, sent_away, core, first + i);
         if (p->copy[PAGERT_DEVICE] == COPY_VALID && !has(p, PAGE_LEAVING | PAGE_MOVING)) {
             if (!is_clean(p))
                 set_flag(p, PAGE_CLEANING); /* so that a failure is reported */
-            page_start_leaving(pager, first + i);
+            page_start_leaving(core, first + i);
         }
     }
-    lower_grant_host(pager);
-    code = take_failure(pager, first, count, failure);
+    lower_grant_host(core);
+    code = take_failure(core, first, count, failure);
     if (code < 0)
         return code;
     for (uint32_t i = 0; i < count; i++)
-        remaining += pager->pages[first + i].copy[PAGERT_DEVICE] != COPY_NONE;
-    PAGERT_ASSERT_SLOW(pager);
+        remaining += core->pages[first + i].copy[PAGERT_DEVICE] != COPY_NONE;
+    PAGERT_ASSERT_SLOW(core);
     return remaining;
 }
 
-int64_t pagert_flush(pagert_pager *pager, pagert_failure *failure)
+int64_t pagert_flush(pagert_core *core, pagert_failure *failure)
 {
-    int code = take_failure(pager, 0, pager->config.page_count, failure);
+    int code = take_failure(core, 0, core->config.page_count, failure);
     int64_t remaining = 0;
-    pager->flushing = code == 0;
+    core->flushing = code == 0;
     if (code == 0)
-        TELL(pager, flushed, pager);
-    for (uint32_t frame = 0; frame < pager->config.frame_count[PAGERT_DEVICE] && code == 0; frame++) {
-        uint32_t index = pager->frames[frame].page;
+        TELL(core, flushed, core);
+    for (uint32_t frame = 0; frame < core->config.frame_count[PAGERT_DEVICE] && code == 0; frame++) {
+        uint32_t index = core->frames[frame].page;
         if (index == NONE)
             continue;
-        page *p = &pager->pages[index];
+        page *p = &core->pages[index];
         if (p->copy[PAGERT_DEVICE] != COPY_VALID || is_clean(p) || p->holds > 0 || has(p, PAGE_DYING))
             continue;
         if (!has(p, PAGE_LEAVING | PAGE_CLEANING | PAGE_MOVING)) {
             set_flag(p, PAGE_CLEANING);
-            page_advance(pager, index);
-            code = take_failure(pager, 0, pager->config.page_count, failure);
+            page_advance(core, index);
+            code = take_failure(core, 0, core->config.page_count, failure);
         }
         remaining++;
     }
-    lower_grant_host(pager);
+    lower_grant_host(core);
     if (code == 0)
-        code = take_failure(pager, 0, pager->config.page_count, failure);
+        code = take_failure(core, 0, core->config.page_count, failure);
     if (code < 0 || remaining == 0)
-        pager->flushing = false;
-    PAGERT_ASSERT_SLOW(pager);
+        core->flushing = false;
+    PAGERT_ASSERT_SLOW(core);
     return code < 0 ? code : remaining;
 }
 
-int pagert_locate(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
+int pagert_locate(pagert_core *core, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
                   pagert_residency *residency)
 {
     uint32_t first, count;
-    int code = region_pages(pager, region, offset_bytes, size_bytes, &first, &count);
+    int code = region_pages(core, region, offset_bytes, size_bytes, &first, &count);
     if (code < 0)
         return code;
     pagert_residency found = {0};
     for (uint32_t i = 0; i < count; i++) {
-        const page *p = &pager->pages[first + i];
+        const page *p = &core->pages[first + i];
         uint32_t tier = PAGERT_DEVICE;
         while (tier < PAGERT_TIER_COUNT && p->copy[tier] != COPY_VALID)
             tier++;
@@ -243,28 +243,28 @@ int pagert_locate(pagert_pager *pager, pagert_region region, uint64_t offset_byt
     return 0;
 }
 
-void pagert_get_counters(const pagert_pager *pager, pagert_counters *counters)
+void pagert_get_counters(const pagert_core *core, pagert_counters *counters)
 {
-    *counters = pager->counters;
+    *counters = core->counters;
 }
 
-void pagert_get_usage(const pagert_pager *pager, uint32_t tier, pagert_usage *usage)
+void pagert_get_usage(const pagert_core *core, uint32_t tier, pagert_usage *usage)
 {
     PAGERT_ASSERT(tier < PAGERT_TIER_COUNT);
-    const frame_set *set = &pager->sets[tier];
+    const frame_set *set = &core->sets[tier];
     *usage = (pagert_usage){set->frame_count, set->used_count, set->peak_count};
 }
 
-uint32_t pagert_held_frames(const pagert_pager *pager) { return pager->held_frames; }
-uint64_t pagert_reserved_pages(const pagert_pager *pager) { return pager->reserved_pages; }
-uint32_t pagert_in_flight(const pagert_pager *pager) { return pager->in_flight; }
-int pagert_is_idle(const pagert_pager *pager) { return is_quiet(pager); }
+uint32_t pagert_held_frames(const pagert_core *core) { return core->held_frames; }
+uint64_t pagert_reserved_pages(const pagert_core *core) { return core->reserved_pages; }
+uint32_t pagert_in_flight(const pagert_core *core) { return core->in_flight; }
+int pagert_is_idle(const pagert_core *core) { return is_quiet(core); }
 
-void pagert_reset_counters(pagert_pager *pager)
+void pagert_reset_counters(pagert_core *core)
 {
-    pager->counters = (pagert_counters){0};
+    core->counters = (pagert_counters){0};
     for (uint32_t tier = 0; tier < PAGERT_TIER_COUNT; tier++)
-        pager->sets[tier].peak_count = pager->sets[tier].used_count;
+        core->sets[tier].peak_count = core->sets[tier].used_count;
 }
 
 static uint32_t state_of(const page *p)
@@ -281,11 +281,11 @@ static uint32_t state_of(const page *p)
     return has(p, PAGE_ZERO) ? PAGERT_PAGE_ZERO : PAGERT_PAGE_ABSENT;
 }
 
-int pagert_page(const pagert_pager *pager, uint32_t index, pagert_page_info *info)
+int pagert_page(const pagert_core *core, uint32_t index, pagert_page_info *info)
 {
-    if (index >= pager->config.page_count)
+    if (index >= core->config.page_count)
         return PAGERT_E_ARGUMENT;
-    const page *p = &pager->pages[index];
+    const page *p = &core->pages[index];
     pagert_page_info found = {.state = state_of(p), .holds = p->holds};
     for (uint32_t tier = 0; tier < PAGERT_TIER_COUNT; tier++)
         found.frame[tier] = has(p, PAGE_LIVE) && p->copy[tier] == COPY_VALID ? p->frame[tier] : NONE;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libpager as it is: a class that owns a pager, with no engine, no pump and no bytes behind it."""
+"""libcore as it is: a class that owns a core, with no engine, no pump and no bytes behind it."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -117,7 +117,7 @@ def memory_bytes(
 ) -> int: ...
 
 class Core:
-    """One pager and the memory it lives in, mapped lazily. Single-threaded, as the core is."""
+    """One core and the memory it lives in, mapped lazily. Single-threaded, as the core is."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Drives libpager through its header with a seeded random sequence of everything a caller may do, plays the
+ * Drives libcore through its header with a seeded random sequence of everything a caller may do, plays the
  * part of the engines, and verifies the whole state after each step.
  *
  * A frame is one 64-bit number here: it stands for the page's bytes. The driver keeps what every page must
@@ -9,7 +9,7 @@
  * hold garbage while a transfer is in flight and after it failed; a source is read at the start or at the
  * end of the transfer, at random, since an engine may do either.
  *
- * usage: pager_stress [seed [rounds [steps]]]
+ * usage: core_stress [seed [rounds [steps]]]
  */
 #include <inttypes.h>
 #include <stdio.h>
@@ -17,7 +17,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "pagert/pager.h"
+#include "pagert/core.h"
 
 enum {
     PAGE_BYTES = 4096,
@@ -54,7 +54,7 @@ typedef struct flight {
 
 /* The driver's state; one round at a time. */
 typedef struct driver {
-    pagert_pager *pager;
+    pagert_core *core;
     void *memory;
     pagert_config config;
     uint64_t frames[PAGERT_TIER_COUNT][FRAMES_MAX];
@@ -72,7 +72,7 @@ typedef struct driver {
 
 static void fail(const driver *d, const char *what, int line)
 {
-    fprintf(stderr, "pager_stress: line %d: %s (seed %" PRIu64 ", step %" PRIu64 ")\n", line, what, d->seed,
+    fprintf(stderr, "core_stress: line %d: %s (seed %" PRIu64 ", step %" PRIu64 ")\n", line, what, d->seed,
             d->step);
     abort();
 }
@@ -99,19 +99,19 @@ static int chance(driver *d, uint32_t percent)
 
 static void verify_state(driver *d)
 {
-    int line = pagert_check(d->pager);
+    int line = pagert_check(d->core);
     if (line != 0) {
-        fprintf(stderr, "pager_stress: pagert_check failed at its line %d\n", line);
+        fprintf(stderr, "core_stress: pagert_check failed at its line %d\n", line);
         fail(d, "the state is broken", __LINE__);
     }
     for (uint32_t tier = 0; tier < PAGERT_TIER_COUNT; tier++) {
         pagert_usage usage;
-        pagert_get_usage(d->pager, tier, &usage);
+        pagert_get_usage(d->core, tier, &usage);
         REQUIRE(d, usage.capacity_frames == d->config.frame_count[tier]);
         REQUIRE(d, usage.used_frames <= usage.peak_frames);
         REQUIRE(d, usage.peak_frames <= usage.capacity_frames);
     }
-    REQUIRE(d, pagert_in_flight(d->pager) == d->flight_count);
+    REQUIRE(d, pagert_in_flight(d->core) == d->flight_count);
 }
 
 /* Tiers of a link's two ends; -1 where there is none. */
@@ -138,7 +138,7 @@ static int start_transfer(driver *d, uint32_t link_mask)
     if (d->flight_count == IN_FLIGHT_MAX)
         return 0;
     flight *f = &d->flights[d->flight_count];
-    int more = pagert_next_transfer(d->pager, link_mask, &f->transfer);
+    int more = pagert_next_transfer(d->core, link_mask, &f->transfer);
     REQUIRE(d, more == 0 || more == 1);
     if (more == 0)
         return 0;
@@ -179,7 +179,7 @@ static void finish_transfer(driver *d, uint32_t index, uint32_t failure_percent)
         memmove(&d->frames[target][f.transfer.target_frame], f.takes_early ? f.early : late,
                 f.transfer.page_count * sizeof(uint64_t));
     }
-    REQUIRE(d, pagert_complete(d->pager, &f.transfer, result) == 0);
+    REQUIRE(d, pagert_complete(d->core, &f.transfer, result) == 0);
 }
 
 /* Carry transfers out until nothing is left to do. */
@@ -203,7 +203,7 @@ static void reserve(driver *d)
     uint32_t pages = 1 + random_below(d, chance(d, 10) ? 100 : 12);
     r->size_bytes = (uint64_t)pages * PAGE_BYTES - random_below(d, PAGE_BYTES);
     r->page_count = pages;
-    int code = pagert_reserve(d->pager, r->size_bytes, &r->region);
+    int code = pagert_reserve(d->core, r->size_bytes, &r->region);
     if (code == PAGERT_E_PAGES)
         return;
     REQUIRE(d, code == 0);
@@ -240,7 +240,7 @@ static void use_pin(driver *d, const live_pin *p, int first)
             uint32_t page = a->first_page + k;
             uint32_t frame = (uint32_t)(a->device_bytes / PAGE_BYTES) + k;
             pagert_page_info info;
-            REQUIRE(d, pagert_page(d->pager, page, &info) == 0);
+            REQUIRE(d, pagert_page(d->core, page, &info) == 0);
             REQUIRE(d, info.frame[PAGERT_DEVICE] == frame);
             REQUIRE(d, info.holds > 0);
             int overwritten = first && covers_page(r, a, page);
@@ -271,8 +271,8 @@ static void unpin(driver *d, live_pin *p)
         mark_undefined(d, p);
     for (uint32_t i = 0; i < p->pin.access_count; i++)
         d->regions[p->regions[i]].user_count--;
-    REQUIRE(d, pagert_unpin(d->pager, &p->pin) == 0);
-    REQUIRE(d, pagert_unpin(d->pager, &p->pin) == PAGERT_E_STATE);
+    REQUIRE(d, pagert_unpin(d->core, &p->pin) == 0);
+    REQUIRE(d, pagert_unpin(d->core, &p->pin) == PAGERT_E_STATE);
     p->started = p->ready = 0;
 }
 
@@ -298,18 +298,18 @@ static void release(driver *d)
         return;
     uint32_t index = random_below(d, d->region_count), last = d->region_count - 1;
     live_region r = d->regions[index];
-    int code = pagert_release(d->pager, r.region);
+    int code = pagert_release(d->core, r.region);
     if (code == PAGERT_E_STATE) {
         REQUIRE(d, r.user_count > 0);
         return;
     }
     REQUIRE(d, code == 0);
-    REQUIRE(d, pagert_release(d->pager, r.region) == PAGERT_E_STALE);
+    REQUIRE(d, pagert_release(d->core, r.region) == PAGERT_E_STALE);
     for (uint32_t p = 0; p < PINS_MAX; p++) {
         /* Only a pin that still waits for its place holds nothing; it learns that the region is gone. */
         if (uses_region(&d->pins[p], index)) {
             REQUIRE(d, !d->pins[p].ready);
-            REQUIRE(d, pagert_pin_poll(d->pager, &d->pins[p].pin) == PAGERT_E_STALE);
+            REQUIRE(d, pagert_pin_poll(d->core, &d->pins[p].pin) == PAGERT_E_STALE);
             unpin(d, &d->pins[p]);
         }
     }
@@ -336,7 +336,7 @@ static void poll_pin(driver *d, live_pin *p)
 {
     if (!p->started || p->ready)
         return;
-    int code = pagert_pin_poll(d->pager, &p->pin);
+    int code = pagert_pin_poll(d->core, &p->pin);
     if (code == 1) {
         p->ready = 1;
         use_pin(d, p, 1);
@@ -381,11 +381,11 @@ static void pin(driver *d)
                 a->mode = p->accesses[j].mode = PAGERT_UPDATE;
         random_range(d, r, &a->offset_bytes, &a->size_bytes);
     }
-    int code = pagert_pin_start(d->pager, &p->pin);
+    int code = pagert_pin_start(d->core, &p->pin);
     if (code < 0) {
         REQUIRE(d, code == PAGERT_E_FRAMES || code == PAGERT_E_FULL);
         REQUIRE(d, code != PAGERT_E_FRAMES || must_fail(d, p));
-        REQUIRE(d, pagert_unpin(d->pager, &p->pin) == PAGERT_E_STATE);
+        REQUIRE(d, pagert_unpin(d->core, &p->pin) == PAGERT_E_STATE);
         return;
     }
     REQUIRE(d, code <= 1);
@@ -409,7 +409,7 @@ static void range_call(driver *d)
     uint32_t first = r->region.first_page + (uint32_t)(offset_bytes / PAGE_BYTES);
     uint32_t last = r->region.first_page + (uint32_t)((offset_bytes + size_bytes - 1) / PAGE_BYTES);
     pagert_residency residency;
-    REQUIRE(d, pagert_locate(d->pager, r->region, offset_bytes, size_bytes, &residency) == 0);
+    REQUIRE(d, pagert_locate(d->core, r->region, offset_bytes, size_bytes, &residency) == 0);
     uint64_t sum = residency.zero;
     for (uint32_t tier = 0; tier < PAGERT_TIER_COUNT; tier++)
         sum += residency.pages[tier];
@@ -417,17 +417,17 @@ static void range_call(driver *d)
     pagert_failure failure;
     uint32_t call = random_below(d, 10);
     if (call < 4) {
-        int64_t left = pagert_evict(d->pager, r->region, offset_bytes, size_bytes, &failure);
+        int64_t left = pagert_evict(d->core, r->region, offset_bytes, size_bytes, &failure);
         REQUIRE(d, left >= 0 || left == PAGERT_E_STATE || left == PAGERT_E_FULL || left == PAGERT_E_TRANSFER);
         REQUIRE(d, left != PAGERT_E_STATE || r->user_count > 0);
         REQUIRE(d, left != PAGERT_E_TRANSFER || d->failure_percent > 0);
         REQUIRE(d, left <= (int64_t)(last - first + 1));
     } else if (call < 8) {
-        int code = pagert_prefetch(d->pager, r->region, offset_bytes, size_bytes);
+        int code = pagert_prefetch(d->core, r->region, offset_bytes, size_bytes);
         REQUIRE(d, code == 0 || code == 1 || code == PAGERT_E_FRAMES || code == PAGERT_E_FULL);
-        (void)pagert_look_ahead(d->pager, call); /* nothing with lru */
+        (void)pagert_look_ahead(d->core, call); /* nothing with lru */
     } else if (call == 8) {
-        int64_t left = pagert_flush(d->pager, &failure);
+        int64_t left = pagert_flush(d->core, &failure);
         REQUIRE(d, left >= 0 || left == PAGERT_E_FULL || left == PAGERT_E_TRANSFER);
         REQUIRE(d, left != PAGERT_E_TRANSFER || d->failure_percent > 0);
     }
@@ -437,14 +437,14 @@ static void stale_calls(driver *d)
 {
     pagert_region never = {.first_page = random_below(d, PAGE_COUNT), .generation = 0xfffffff0u};
     pagert_residency residency;
-    REQUIRE(d, pagert_release(d->pager, never) == PAGERT_E_STALE);
-    REQUIRE(d, pagert_locate(d->pager, never, 0, 1, &residency) == PAGERT_E_STALE);
+    REQUIRE(d, pagert_release(d->core, never) == PAGERT_E_STALE);
+    REQUIRE(d, pagert_locate(d->core, never, 0, 1, &residency) == PAGERT_E_STALE);
     if (d->region_count == 0)
         return;
     const live_region *r = &d->regions[random_below(d, d->region_count)];
     uint64_t beyond = (uint64_t)r->page_count * PAGE_BYTES;
-    REQUIRE(d, pagert_locate(d->pager, r->region, beyond, 1, &residency) == PAGERT_E_ARGUMENT);
-    REQUIRE(d, pagert_locate(d->pager, r->region, 1, UINT64_MAX, &residency) == PAGERT_E_ARGUMENT);
+    REQUIRE(d, pagert_locate(d->core, r->region, beyond, 1, &residency) == PAGERT_E_ARGUMENT);
+    REQUIRE(d, pagert_locate(d->core, r->region, 1, UINT64_MAX, &residency) == PAGERT_E_ARGUMENT);
 }
 
 static void random_step(driver *d)
@@ -506,16 +506,16 @@ static void finish_round(driver *d)
     for (uint32_t p = 0; p < PINS_MAX; p++)
         if (d->pins[p].started)
             unpin(d, &d->pins[p]);
-    REQUIRE(d, pagert_held_frames(d->pager) == 0);
+    REQUIRE(d, pagert_held_frames(d->core) == 0);
     drain(d, 0);
     while (d->region_count > 0)
         release(d);
     drain(d, 0);
     verify_state(d);
-    REQUIRE(d, pagert_reserved_pages(d->pager) == 0);
+    REQUIRE(d, pagert_reserved_pages(d->core) == 0);
     for (uint32_t tier = 0; tier < PAGERT_TIER_COUNT; tier++) {
         pagert_usage usage;
-        pagert_get_usage(d->pager, tier, &usage);
+        pagert_get_usage(d->core, tier, &usage);
         REQUIRE(d, usage.used_frames == 0);
     }
 }
@@ -540,7 +540,7 @@ static void run_round(driver *d, uint64_t seed, uint64_t steps)
     d->memory = aligned_alloc(64, memory_bytes);
     REQUIRE(d, d->memory != NULL);
     memset(d->memory, 0, memory_bytes);
-    REQUIRE(d, pagert_init(&d->config, d->memory, memory_bytes, &d->pager) == 0);
+    REQUIRE(d, pagert_init(&d->config, d->memory, memory_bytes, &d->core) == 0);
     /* Every other one with lookahead takes nearly the same steps over and over, as training does. */
     uint64_t period = seed % 10 == 9 ? 20 + random_below(d, 100) : 0, begin = d->random_state;
     for (d->step = 0; d->step < steps; d->step++) {
@@ -561,7 +561,7 @@ int main(int argc, char **argv)
     uint64_t steps = argc > 3 ? strtoull(argv[3], NULL, 0) : 1000;
     static driver d;
 
-    printf("pager_stress: seeds %" PRIu64 " to %" PRIu64 ", %" PRIu64 " steps each\n", seed,
+    printf("core_stress: seeds %" PRIu64 " to %" PRIu64 ", %" PRIu64 " steps each\n", seed,
            seed + rounds - 1, steps);
     fflush(stdout);
     for (uint64_t round = 0; round < rounds; round++)

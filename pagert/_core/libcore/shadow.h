@@ -53,33 +53,33 @@ typedef struct shadow {
 
 /* The shadow stands first in the state of its policy, in whose table the functions below can then stand. */
 uint64_t shadow_bytes(const pagert_config *config);
-void shadow_init(pagert_pager *pager, unsigned char *memory);
+void shadow_init(pagert_core *core, unsigned char *memory);
 
 /* The pin comes next: its entries can be on their way to the processor while it does other things. */
-void shadow_expect(pagert_pager *pager, const pagert_pin *pin);
+void shadow_expect(pagert_core *core, const pagert_pin *pin);
 
 /* What the policy asks: whether it may evict this page, or write it ahead of time; */
-bool shadow_affords_leaving(const pagert_pager *pager, uint32_t index, victim_need need);
-bool shadow_affords_cleaning(const pagert_pager *pager, uint32_t index);
+bool shadow_affords_leaving(const pagert_core *core, uint32_t index, victim_need need);
+bool shadow_affords_cleaning(const pagert_core *core, uint32_t index);
 /* whether these pages may be fetched ahead: until the next question, victims for that must leave enough for it; */
-bool shadow_affords_fetch(pagert_pager *pager, uint32_t first_page, uint32_t page_count);
+bool shadow_affords_fetch(pagert_core *core, uint32_t first_page, uint32_t page_count);
 /* evictable pages that LRU has not, which cost nothing: first those that it evicted first; */
-const page_list *shadow_spares(const pagert_pager *pager);
+const page_list *shadow_spares(const pagert_core *core);
 /* the victim where the policy's own cannot be afforded. NONE: wait, or there is none. */
-uint32_t shadow_victim(pagert_pager *pager, victim_need need);
+uint32_t shadow_victim(pagert_core *core, victim_need need);
 
 /* What it hears of: see pagert_policy. */
-void shadow_making_room(pagert_pager *pager, const pagert_pin *pin);
-void shadow_begun(pagert_pager *pager, const pagert_pin *pin);
-void shadow_placed(pagert_pager *pager, pagert_pin *pin);
-void shadow_let_go(pagert_pager *pager, const pagert_pin *pin);
-void shadow_changed(pagert_pager *pager, uint32_t index);
-void shadow_written(pagert_pager *pager, uint32_t index);
-void shadow_not_overwritten(pagert_pager *pager, uint32_t index);
-void shadow_sent_away(pagert_pager *pager, uint32_t index);
-void shadow_copy_lost(pagert_pager *pager, uint32_t index);
-void shadow_flushed(pagert_pager *pager);
-void shadow_transferred(pagert_pager *pager, uint32_t link, uint32_t page_count);
-int shadow_check(const pagert_pager *pager);
+void shadow_making_room(pagert_core *core, const pagert_pin *pin);
+void shadow_begun(pagert_core *core, const pagert_pin *pin);
+void shadow_placed(pagert_core *core, pagert_pin *pin);
+void shadow_let_go(pagert_core *core, const pagert_pin *pin);
+void shadow_changed(pagert_core *core, uint32_t index);
+void shadow_written(pagert_core *core, uint32_t index);
+void shadow_not_overwritten(pagert_core *core, uint32_t index);
+void shadow_sent_away(pagert_core *core, uint32_t index);
+void shadow_copy_lost(pagert_core *core, uint32_t index);
+void shadow_flushed(pagert_core *core);
+void shadow_transferred(pagert_core *core, uint32_t link, uint32_t page_count);
+int shadow_check(const pagert_core *core);
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * libpager: decides which page lies in which frame of which tier, and never acts on it.
+ * libcore: decides which page lies in which frame of which tier, and never acts on it.
  *
  * It owns the page table, the frames of every tier, the eviction policy and the queues of transfers.
  * It does no I/O, has no threads, no clock and no globals, and allocates nothing: the caller supplies
@@ -11,8 +11,8 @@
  * Conventions. A call returns 0 or a positive value, or one of PAGERT_E_*; results come through
  * out-pointers, which stay untouched on error. Mistakes of the program abort (PAGERT_ASSERT).
  */
-#ifndef PAGERT_PAGER_H
-#define PAGERT_PAGER_H
+#ifndef PAGERT_CORE_H
+#define PAGERT_CORE_H
 
 #include <stdint.h>
 
@@ -56,7 +56,7 @@ enum {
     PAGERT_LINK_COUNT,
 };
 
-typedef struct pagert_pager pagert_pager;
+typedef struct pagert_core pagert_core;
 typedef struct pagert_policy pagert_policy;
 
 /* The eviction policy of that name, or NULL: "lru" (least recently used) or "lookahead" (learns the step, evicts
@@ -72,14 +72,14 @@ typedef struct pagert_config {
     const pagert_policy *policy;
 } pagert_config;
 
-/* Bytes of memory that a pager of this configuration needs; 0 if the configuration is invalid.
+/* Bytes of memory that a core of this configuration needs; 0 if the configuration is invalid.
  * At most 64 bytes a virtual page and 12 bytes a frame, plus a small constant. With lookahead 9 bytes more a
  * virtual page, 40 more a device frame, 29 a host frame, and 24 MiB for what it remembers. */
 uint64_t pagert_memory_bytes(const pagert_config *config);
 
-/* Build a pager in `memory`, which is zeroed, 64-byte aligned and stays the caller's. Zeroed memory is
+/* Build a core in `memory`, which is zeroed, 64-byte aligned and stays the caller's. Zeroed memory is
  * the initial state, so a lazily mapped range costs only what is touched: no call walks all pages. */
-int pagert_init(const pagert_config *config, void *memory, uint64_t memory_bytes, pagert_pager **pager);
+int pagert_init(const pagert_config *config, void *memory, uint64_t memory_bytes, pagert_core **core);
 
 /* A region: a contiguous range of virtual pages. The generation lets a stale handle be refused. */
 typedef struct pagert_region {
@@ -89,11 +89,11 @@ typedef struct pagert_region {
 
 /* Reserve a region of at least `size_bytes` (> 0). Its pages are zero: no frame, no I/O. O(pages) of the
  * region, whose entries in the page table it writes. */
-int pagert_reserve(pagert_pager *pager, uint64_t size_bytes, pagert_region *region);
+int pagert_reserve(pagert_core *core, uint64_t size_bytes, pagert_region *region);
 
 /* Release a region; its bytes are gone at once, its pages as soon as no transfer touches them.
  * PAGERT_E_STATE until every pin that was started on it is let go of. */
-int pagert_release(pagert_pager *pager, pagert_region region);
+int pagert_release(pagert_core *core, pagert_region region);
 
 /* One range of one region that a pin holds. */
 typedef struct pagert_access {
@@ -142,39 +142,39 @@ typedef struct pagert_pin {
  * in each other's way it may take transfers to find out.
  * Pages of one region that several accesses share are best merged into one access by the caller:
  * held windows do not move. */
-int pagert_pin_start(pagert_pager *pager, pagert_pin *pin);
+int pagert_pin_start(pagert_core *core, pagert_pin *pin);
 
 /* 1: ready. 0: still pending. Negative: the pin failed; pagert_unpin() it. Amortised O(pages).
  * A pin that is pending because pages it needs are in a transfer holds no frames yet: other pins may come
  * first, and its poll may still end in any error of pagert_pin_start(), or in PAGERT_E_TRANSFER where room
  * could not be made. Poll all that are pending after a transfer completed, after a pin became ready, failed
- * or was let go of, and when a poll leaves the pager idle: it may have withdrawn what they waited for. */
-int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin);
+ * or was let go of, and when a poll leaves the core idle: it may have withdrawn what they waited for. */
+int pagert_pin_poll(pagert_core *core, pagert_pin *pin);
 
 /* Let go of a pin that was started: ready, pending or failed. Pages that were still being fetched stay
  * resident when they arrive. PAGERT_E_STATE if it is not held. */
-int pagert_unpin(pagert_pager *pager, pagert_pin *pin);
+int pagert_unpin(pagert_core *core, pagert_pin *pin);
 
 /* Start the fetch of a range, evicting as a pin would, without holding it. A hint: 1 if everything is
  * resident or on its way, 0 if there was no room, or an error as for a pin. */
-int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes);
+int pagert_prefetch(pagert_core *core, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes);
 
 /* Do ahead of time what the policy expects to be needed: evict pages that will go and cost no transfer; start the
  * fetch of what comes next, nearest use first, never evicting a page that is needed sooner, while fewer than
  * `backlog_max` pages wait for their fetch to start; start to write dirty pages that will go, while little is in
  * flight. How many pages were started; 0 with a policy that expects nothing, and while a pin waits for room. Call
  * it when a pin was granted or let go of and when a transfer has completed. */
-uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max);
+uint32_t pagert_look_ahead(pagert_core *core, uint32_t backlog_max);
 
 /* Leave the device: start eviction of the range's unheld pages. Returns how many pages of the range
  * are still on the device; call again after transfers completed until it is 0. PAGERT_E_STATE where a
  * page is held; PAGERT_E_FULL, PAGERT_E_TRANSFER where a writeback failed, once, with `failure` set. */
-int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
+int64_t pagert_evict(pagert_core *core, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
                      pagert_failure *failure);
 
 /* Make device pages clean: start writeback of dirty unheld pages, which stay resident. Returns how many
  * dirty unheld pages remain; call again after transfers completed until it is 0. O(device frames). */
-int64_t pagert_flush(pagert_pager *pager, pagert_failure *failure);
+int64_t pagert_flush(pagert_core *core, pagert_failure *failure);
 
 /* One transfer: `page_count` pages, contiguous in the region and in both tiers. It is a value: hand the
  * same one back to pagert_complete(). */
@@ -188,18 +188,18 @@ typedef struct pagert_transfer {
 
 /* The next transfer that may start now on one of the links in `link_mask` (bit 1 << link).
  * 1: `transfer` is set and counts as in flight. 0: none is ready. */
-int pagert_next_transfer(pagert_pager *pager, uint32_t link_mask, pagert_transfer *transfer);
+int pagert_next_transfer(pagert_core *core, uint32_t link_mask, pagert_transfer *transfer);
 
 /* Report the end of a transfer: `result` is 0, or a negative number that is handed through to whoever
  * waits for these pages. A failed writeback leaves the pages where they are, dirty. */
-int pagert_complete(pagert_pager *pager, const pagert_transfer *transfer, int32_t result);
+int pagert_complete(pagert_core *core, const pagert_transfer *transfer, int32_t result);
 
 /* Where the pages of a range lie, counted by fastest valid copy; a page that was never written is
  * `zero`. The sum is the number of pages of the range. */
 typedef struct pagert_residency {
     uint64_t zero, pages[PAGERT_TIER_COUNT];
 } pagert_residency;
-int pagert_locate(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
+int pagert_locate(pagert_core *core, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
                   pagert_residency *residency);
 
 /* Counters, in pages unless said otherwise. A page that one pin needs counts once as hit or fault. */
@@ -218,13 +218,13 @@ typedef struct pagert_usage {
     uint32_t capacity_frames, used_frames, peak_frames; /* used + free == capacity */
 } pagert_usage;
 
-void pagert_get_counters(const pagert_pager *pager, pagert_counters *counters);
-void pagert_get_usage(const pagert_pager *pager, uint32_t tier, pagert_usage *usage);
-uint32_t pagert_held_frames(const pagert_pager *pager);     /* device frames that pins hold */
-uint64_t pagert_reserved_pages(const pagert_pager *pager);  /* virtual pages of live regions */
-uint32_t pagert_in_flight(const pagert_pager *pager);       /* transfers handed out, not completed */
-int pagert_is_idle(const pagert_pager *pager);              /* 1: nothing in flight, and nothing wants to be */
-void pagert_reset_counters(pagert_pager *pager);            /* peaks fall to what is used now */
+void pagert_get_counters(const pagert_core *core, pagert_counters *counters);
+void pagert_get_usage(const pagert_core *core, uint32_t tier, pagert_usage *usage);
+uint32_t pagert_held_frames(const pagert_core *core);     /* device frames that pins hold */
+uint64_t pagert_reserved_pages(const pagert_core *core);  /* virtual pages of live regions */
+uint32_t pagert_in_flight(const pagert_core *core);       /* transfers handed out, not completed */
+int pagert_is_idle(const pagert_core *core);              /* 1: nothing in flight, and nothing wants to be */
+void pagert_reset_counters(pagert_core *core);            /* peaks fall to what is used now */
 
 /* One page as the page table has it; for tests, traces and messages. */
 enum {
@@ -241,10 +241,10 @@ typedef struct pagert_page_info {
     uint32_t holds;                    /* pins that hold it */
     uint32_t dirty;                    /* 1: the device copy is the only one */
 } pagert_page_info;
-int pagert_page(const pagert_pager *pager, uint32_t page, pagert_page_info *info);
+int pagert_page(const pagert_core *core, uint32_t page, pagert_page_info *info);
 
 /* Verify the whole state; 0, or the line of the first check that failed. O(pages). For tests. */
-int pagert_check(const pagert_pager *pager);
+int pagert_check(const pagert_core *core);
 
 #ifdef __cplusplus
 }

@@ -10,30 +10,30 @@
 
 static inline void list_init(page_list *list) { *list = (page_list){NONE, NONE, 0}; }
 
-static inline void list_append(pagert_pager *pager, page_list *list, uint32_t kind, uint32_t index)
+static inline void list_append(pagert_core *core, page_list *list, uint32_t kind, uint32_t index)
 {
-    page_link *link = &pager->pages[index].links[kind];
+    page_link *link = &core->pages[index].links[kind];
     link->older = list->youngest;
     link->younger = NONE;
     if (list->youngest == NONE)
         list->oldest = index;
     else
-        pager->pages[list->youngest].links[kind].younger = index;
+        core->pages[list->youngest].links[kind].younger = index;
     list->youngest = index;
     list->count++;
 }
 
-static inline void list_remove(pagert_pager *pager, page_list *list, uint32_t kind, uint32_t index)
+static inline void list_remove(pagert_core *core, page_list *list, uint32_t kind, uint32_t index)
 {
-    page_link link = pager->pages[index].links[kind];
+    page_link link = core->pages[index].links[kind];
     if (link.older == NONE)
         list->oldest = link.younger;
     else
-        pager->pages[link.older].links[kind].younger = link.younger;
+        core->pages[link.older].links[kind].younger = link.younger;
     if (link.younger == NONE)
         list->youngest = link.older;
     else
-        pager->pages[link.younger].links[kind].older = link.older;
+        core->pages[link.younger].links[kind].older = link.older;
     PAGERT_ASSERT(list->count > 0);
     list->count--;
 }

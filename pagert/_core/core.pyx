@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""libpager as it is: one class that owns a pager, with no engine, no pump and no bytes behind it.
+"""libcore as it is: one class that owns a core, with no engine, no pump and no bytes behind it.
 
 The tests and the simulator drive it. Whoever holds a `Core` carries out the transfers, or pretends to.
 """
@@ -118,7 +118,7 @@ class Residency(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """Counters of the core, in pages unless said otherwise in pager.h."""
+    """Counters of the core, in pages unless said otherwise in core.h."""
 
     hits: int
     faults: int
@@ -228,7 +228,7 @@ cdef pagert_region _region(region):
 
 def memory_bytes(*, page_bytes, page_count, device_frames, host_frames=0, flash_frames=0,
                  transfer_pages_max=1, str policy="lru"):
-    """Bytes of memory that a pager of this configuration needs; 0 if it is invalid."""
+    """Bytes of memory that a core of this configuration needs; 0 if it is invalid."""
     cdef pagert_config config
     _fill_config(&config, page_bytes, page_count, device_frames, host_frames, flash_frames,
                  transfer_pages_max, policy)
@@ -236,7 +236,7 @@ def memory_bytes(*, page_bytes, page_count, device_frames, host_frames=0, flash_
 
 
 cdef class Core:
-    """One pager and the memory it lives in, mapped lazily. Single-threaded, like the core itself."""
+    """One core and the memory it lives in, mapped lazily. Single-threaded, like the core itself."""
 
     def __cinit__(self, *, page_bytes, page_count, device_frames, host_frames=0, flash_frames=0,
                   transfer_pages_max=1, str policy="lru", memory_bytes=None):
@@ -254,7 +254,7 @@ cdef class Core:
             self._memory = NULL
             raise OSError(errno, os.strerror(errno))
         self.memory_bytes = needed
-        check(pagert_init(&config, self._memory, needed, &self._pager))
+        check(pagert_init(&config, self._memory, needed, &self._handle))
 
     def __dealloc__(self):
         if self._memory != NULL:
@@ -263,12 +263,12 @@ cdef class Core:
     def reserve(self, size_bytes):
         """Reserve a region of at least `size_bytes`."""
         cdef pagert_region region
-        check(pagert_reserve(self._pager, size_bytes, &region))
+        check(pagert_reserve(self._handle, size_bytes, &region))
         return RegionHandle(region.first_page, region.generation)
 
     def release(self, region):
         """Release a region."""
-        check(pagert_release(self._pager, _region(region)))
+        check(pagert_release(self._handle, _region(region)))
 
     def pin(self, accesses):
         """Start a pin of (region, offset_bytes, size_bytes, mode) ranges; see `CorePin.ready`."""
@@ -276,29 +276,29 @@ cdef class Core:
 
     def prefetch(self, region, offset_bytes, size_bytes):
         """Start the fetch of a range; whether all of it is resident or on its way."""
-        return bool(check(pagert_prefetch(self._pager, _region(region), offset_bytes, size_bytes)))
+        return bool(check(pagert_prefetch(self._handle, _region(region), offset_bytes, size_bytes)))
 
     def look_ahead(self, backlog_max):
         """Evict, fetch and write ahead of time as the policy expects; how many pages were started."""
-        return pagert_look_ahead(self._pager, backlog_max)
+        return pagert_look_ahead(self._handle, backlog_max)
 
     def evict(self, region, offset_bytes, size_bytes):
         """Start eviction of a range; how many of its pages are still on the device."""
         cdef pagert_failure failure
         memset(&failure, 0, sizeof(failure))
-        return check_failure(pagert_evict(self._pager, _region(region), offset_bytes, size_bytes,
+        return check_failure(pagert_evict(self._handle, _region(region), offset_bytes, size_bytes,
                                           &failure), &failure)
 
     def flush(self):
         """Start writeback of dirty unheld pages; how many there still are."""
         cdef pagert_failure failure
         memset(&failure, 0, sizeof(failure))
-        return check_failure(pagert_flush(self._pager, &failure), &failure)
+        return check_failure(pagert_flush(self._handle, &failure), &failure)
 
     def next_transfer(self, uint32_t link_mask=(1 << PAGERT_LINK_COUNT) - 1):
         """Take the next transfer on one of the links of `link_mask`, or None."""
         cdef pagert_transfer raw
-        if check(pagert_next_transfer(self._pager, link_mask, &raw)) == 0:
+        if check(pagert_next_transfer(self._handle, link_mask, &raw)) == 0:
             return None
         return Transfer(raw.link, raw.first_page, raw.page_count, raw.source_frame,
                         raw.target_frame)
@@ -307,19 +307,19 @@ cdef class Core:
         """Report the end of a transfer."""
         cdef pagert_transfer raw
         raw.link, raw.first_page, raw.page_count, raw.source_frame, raw.target_frame = transfer
-        check(pagert_complete(self._pager, &raw, result))
+        check(pagert_complete(self._handle, &raw, result))
 
     def locate(self, region, offset_bytes, size_bytes):
         """Count the pages of a range by where they lie."""
         cdef pagert_residency raw
-        check(pagert_locate(self._pager, _region(region), offset_bytes, size_bytes, &raw))
+        check(pagert_locate(self._handle, _region(region), offset_bytes, size_bytes, &raw))
         return Residency(raw.zero, raw.pages[<int>PAGERT_DEVICE], raw.pages[<int>PAGERT_HOST],
                          raw.pages[<int>PAGERT_FLASH])
 
     def counters(self):
         """Counters since the start or the last `reset_counters`."""
         cdef pagert_counters raw
-        pagert_get_counters(self._pager, &raw)
+        pagert_get_counters(self._handle, &raw)
         cdef int link
         return Counters(
             raw.hits, raw.faults, raw.evictions, raw.prefetches,
@@ -332,42 +332,42 @@ cdef class Core:
     def usage(self, uint32_t tier):
         """Frames of a tier."""
         cdef pagert_usage raw
-        pagert_get_usage(self._pager, tier, &raw)
+        pagert_get_usage(self._handle, tier, &raw)
         return Usage(raw.capacity_frames, raw.used_frames, raw.peak_frames)
 
     def reset_counters(self):
         """Set counters to 0 and peaks to what is used now."""
-        pagert_reset_counters(self._pager)
+        pagert_reset_counters(self._handle)
 
     @property
     def held_frames(self):
         """Device frames that pins hold."""
-        return pagert_held_frames(self._pager)
+        return pagert_held_frames(self._handle)
 
     @property
     def reserved_pages(self):
         """Virtual pages of live regions."""
-        return pagert_reserved_pages(self._pager)
+        return pagert_reserved_pages(self._handle)
 
     @property
     def in_flight(self):
         """Transfers handed out and not completed."""
-        return pagert_in_flight(self._pager)
+        return pagert_in_flight(self._handle)
 
     @property
     def is_idle(self):
         """Whether nothing is in flight, and nothing wants to be."""
-        return pagert_is_idle(self._pager) != 0
+        return pagert_is_idle(self._handle) != 0
 
     def page(self, uint32_t page):
         """One page as the page table has it."""
         cdef pagert_page_info raw
-        check(pagert_page(self._pager, page, &raw))
+        check(pagert_page(self._handle, page, &raw))
         return PageInfo(raw.state, (raw.frame[0], raw.frame[1], raw.frame[2]), raw.holds, raw.dirty)
 
     def check(self):
         """0, or the line of the first check that failed."""
-        return pagert_check(self._pager)
+        return pagert_check(self._handle)
 
 
 @cython.no_gc  # it must still know its core when it is collected; no cycle runs through a core
@@ -394,7 +394,7 @@ cdef class CorePin:
             raw.offset_bytes = offset_bytes
             raw.size_bytes = size_bytes
             raw.mode = mode
-        cdef int code = pagert_pin_start(core._pager, &self._pin)
+        cdef int code = pagert_pin_start(core._handle, &self._pin)
         if code < 0:
             self._raise(code)
         self._held = True
@@ -402,7 +402,7 @@ cdef class CorePin:
 
     def __dealloc__(self):
         if self._held:
-            pagert_unpin(self._core._pager, &self._pin)
+            pagert_unpin(self._core._handle, &self._pin)
         free(self._pin.accesses)
 
     cdef int _raise(self, int code) except? -1:
@@ -413,7 +413,7 @@ cdef class CorePin:
 
     def poll(self):
         """Whether every access is resident. Raises `CoreError` if the pin failed."""
-        cdef int code = pagert_pin_poll(self._core._pager, &self._pin)
+        cdef int code = pagert_pin_poll(self._core._handle, &self._pin)
         if code < 0:
             self._raise(code)
         self.ready = code == 1
@@ -421,7 +421,7 @@ cdef class CorePin:
 
     def restart(self):
         """Start the same C pin once more, which the core refuses while it is held."""
-        cdef int code = pagert_pin_start(self._core._pager, &self._pin)
+        cdef int code = pagert_pin_start(self._core._handle, &self._pin)
         if code < 0:
             self._raise(code)
         self._held = True
@@ -429,7 +429,7 @@ cdef class CorePin:
 
     def release(self):
         """Let go. Raises `CoreError` if it is not held any more."""
-        check(pagert_unpin(self._core._pager, &self._pin))
+        check(pagert_unpin(self._core._handle, &self._pin))
         self._held = False
         self.ready = False
 

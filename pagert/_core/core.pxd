@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# Mirrors include/pagert/pager.h: same names, same order.
+# Mirrors include/pagert/core.h: same names, same order.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-cdef extern from "pagert/pager.h" nogil:
+cdef extern from "pagert/core.h" nogil:
     const uint32_t PAGERT_NONE
 
     enum:
@@ -37,7 +37,7 @@ cdef extern from "pagert/pager.h" nogil:
         PAGERT_HOST_TO_FLASH
         PAGERT_LINK_COUNT
 
-    ctypedef struct pagert_pager:
+    ctypedef struct pagert_core:
         pass
     ctypedef struct pagert_policy:
         pass
@@ -55,15 +55,15 @@ cdef extern from "pagert/pager.h" nogil:
     uint64_t pagert_memory_bytes(const pagert_config *config)
 
     int pagert_init(const pagert_config *config, void *memory, uint64_t memory_bytes,
-                    pagert_pager **pager)
+                    pagert_core **core)
 
     ctypedef struct pagert_region:
         uint32_t first_page
         uint32_t generation
 
-    int pagert_reserve(pagert_pager *pager, uint64_t size_bytes, pagert_region *region)
+    int pagert_reserve(pagert_core *core, uint64_t size_bytes, pagert_region *region)
 
-    int pagert_release(pagert_pager *pager, pagert_region region)
+    int pagert_release(pagert_core *core, pagert_region region)
 
     ctypedef struct pagert_access:
         pagert_region region
@@ -100,21 +100,21 @@ cdef extern from "pagert/pager.h" nogil:
         uint32_t use
         uint32_t needed_at
 
-    int pagert_pin_start(pagert_pager *pager, pagert_pin *pin)
+    int pagert_pin_start(pagert_core *core, pagert_pin *pin)
 
-    int pagert_pin_poll(pagert_pager *pager, pagert_pin *pin)
+    int pagert_pin_poll(pagert_core *core, pagert_pin *pin)
 
-    int pagert_unpin(pagert_pager *pager, pagert_pin *pin)
+    int pagert_unpin(pagert_core *core, pagert_pin *pin)
 
-    int pagert_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
+    int pagert_prefetch(pagert_core *core, pagert_region region, uint64_t offset_bytes,
                         uint64_t size_bytes)
 
-    uint32_t pagert_look_ahead(pagert_pager *pager, uint32_t backlog_max)
+    uint32_t pagert_look_ahead(pagert_core *core, uint32_t backlog_max)
 
-    int64_t pagert_evict(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
+    int64_t pagert_evict(pagert_core *core, pagert_region region, uint64_t offset_bytes,
                          uint64_t size_bytes, pagert_failure *failure)
 
-    int64_t pagert_flush(pagert_pager *pager, pagert_failure *failure)
+    int64_t pagert_flush(pagert_core *core, pagert_failure *failure)
 
     ctypedef struct pagert_transfer:
         uint32_t link
@@ -123,15 +123,15 @@ cdef extern from "pagert/pager.h" nogil:
         uint32_t source_frame
         uint32_t target_frame
 
-    int pagert_next_transfer(pagert_pager *pager, uint32_t link_mask, pagert_transfer *transfer)
+    int pagert_next_transfer(pagert_core *core, uint32_t link_mask, pagert_transfer *transfer)
 
-    int pagert_complete(pagert_pager *pager, const pagert_transfer *transfer, int32_t result)
+    int pagert_complete(pagert_core *core, const pagert_transfer *transfer, int32_t result)
 
     ctypedef struct pagert_residency:
         uint64_t zero
         uint64_t pages[3]
 
-    int pagert_locate(pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
+    int pagert_locate(pagert_core *core, pagert_region region, uint64_t offset_bytes,
                       uint64_t size_bytes, pagert_residency *residency)
 
     ctypedef struct pagert_counters:
@@ -149,13 +149,13 @@ cdef extern from "pagert/pager.h" nogil:
         uint32_t used_frames
         uint32_t peak_frames
 
-    void pagert_get_counters(const pagert_pager *pager, pagert_counters *counters)
-    void pagert_get_usage(const pagert_pager *pager, uint32_t tier, pagert_usage *usage)
-    uint32_t pagert_held_frames(const pagert_pager *pager)
-    uint64_t pagert_reserved_pages(const pagert_pager *pager)
-    uint32_t pagert_in_flight(const pagert_pager *pager)
-    int pagert_is_idle(const pagert_pager *pager)
-    void pagert_reset_counters(pagert_pager *pager)
+    void pagert_get_counters(const pagert_core *core, pagert_counters *counters)
+    void pagert_get_usage(const pagert_core *core, uint32_t tier, pagert_usage *usage)
+    uint32_t pagert_held_frames(const pagert_core *core)
+    uint64_t pagert_reserved_pages(const pagert_core *core)
+    uint32_t pagert_in_flight(const pagert_core *core)
+    int pagert_is_idle(const pagert_core *core)
+    void pagert_reset_counters(pagert_core *core)
 
     enum:
         PAGERT_PAGE_ZERO
@@ -171,13 +171,13 @@ cdef extern from "pagert/pager.h" nogil:
         uint32_t holds
         uint32_t dirty
 
-    int pagert_page(const pagert_pager *pager, uint32_t page, pagert_page_info *info)
+    int pagert_page(const pagert_core *core, uint32_t page, pagert_page_info *info)
 
-    int pagert_check(const pagert_pager *pager)
+    int pagert_check(const pagert_core *core)
 
 
 cdef class Core:
-    cdef pagert_pager *_pager    # lies in the memory below
+    cdef pagert_core *_handle    # lies in the memory below
     cdef void *_memory           # owned, mapped
     cdef uint64_t _mapped_bytes
     cdef readonly uint64_t memory_bytes

@@ -10,17 +10,17 @@
 #include "internal.h"
 
 /* What stands in the way of giving a frame to another page. */
-int frame_class(const pagert_pager *pager, uint32_t frame)
+int frame_class(const pagert_core *core, uint32_t frame)
 {
-    const device_frame *f = &pager->frames[frame];
+    const device_frame *f = &core->frames[frame];
     if (f->page == NONE)
         return f->heir == NONE ? FRAME_FREE
-               : pager->pages[f->heir].holds > 0 ? FRAME_HELD : FRAME_BUSY;
-    const page *p = &pager->pages[f->page];
+               : core->pages[f->heir].holds > 0 ? FRAME_HELD : FRAME_BUSY;
+    const page *p = &core->pages[f->page];
     if (p->holds > (has(p, PAGE_WANTED) ? 1 : 0))
         return FRAME_HELD;
     if (f->heir != NONE)
-        return pager->pages[f->heir].holds > 0 ? FRAME_HELD : FRAME_BUSY;
+        return core->pages[f->heir].holds > 0 ? FRAME_HELD : FRAME_BUSY;
     if (has(p, PAGE_LEAVING))
         return FRAME_VACATING;
     if (p->copy[PAGERT_DEVICE] != COPY_VALID || p->queue != QUEUE_NONE || has(p, PAGE_MOVING | PAGE_DYING))
@@ -29,35 +29,35 @@ int frame_class(const pagert_pager *pager, uint32_t frame)
 }
 
 /* Nothing in flight, queued or promised: every frame is free, or has a page at rest. */
-bool is_quiet(const pagert_pager *pager)
+bool is_quiet(const pagert_core *core)
 {
-    if (pager->in_flight > 0 || pager->vacating > 0 || pager->moving > 0)
+    if (core->in_flight > 0 || core->vacating > 0 || core->moving > 0)
         return false;
     for (uint32_t queue = 0; queue < QUEUE_COUNT; queue++)
-        if (pager->queues[queue].count > 0)
+        if (core->queues[queue].count > 0)
             return false;
     return true;
 }
 
-static uint64_t available(const pagert_pager *pager)
+static uint64_t available(const pagert_core *core)
 {
-    return frame_set_free_count(&pager->sets[PAGERT_DEVICE]) + pager->vacating;
+    return frame_set_free_count(&core->sets[PAGERT_DEVICE]) + core->vacating;
 }
 
 /* Evict one page. Without a host tier a dirty victim needs a flash frame now. `optional`: see victim_need. */
-static int evict_one(pagert_pager *pager, pagert_pin *pin, bool optional)
+static int evict_one(pagert_core *core, pagert_pin *pin, bool optional)
 {
     victim_need need = {.time = pin->needed_at, .optional = optional};
-    uint32_t index = pager->policy->victim(pager, need);
+    uint32_t index = core->policy->victim(core, need);
     if (index == NONE)
-        return is_quiet(pager) ? PLACE_BLOCKED : PLACE_BUSY;
-    page *p = &pager->pages[index];
-    if (!is_clean(p) && !configured(pager, PAGERT_HOST) && p->copy[PAGERT_FLASH] == COPY_NONE) {
-        uint32_t frame = lower_take_flash(pager);
+        return is_quiet(core) ? PLACE_BLOCKED : PLACE_BUSY;
+    page *p = &core->pages[index];
+    if (!is_clean(p) && !configured(core, PAGERT_HOST) && p->copy[PAGERT_FLASH] == COPY_NONE) {
+        uint32_t frame = lower_take_flash(core);
         if (frame == NONE) {
             pin->failure = (pagert_failure){index, PAGERT_DEVICE_TO_FLASH, PAGERT_E_FULL};
             need.clean_only = true;
-            index = pager->policy->victim(pager, need);
+            index = core->policy->victim(core, need);
             if (index == NONE)
                 return PAGERT_E_FULL;
         } else {
@@ -65,18 +65,18 @@ static int evict_one(pagert_pager *pager, pagert_pin *pin, bool optional)
             p->copy[PAGERT_FLASH] = COPY_INCOMING;
         }
     }
-    if (!pager->flushing)
+    if (!core->flushing)
         clear_flag(p, PAGE_CLEANING); /* it was written ahead: nobody has asked for that by name */
-    page_start_leaving(pager, index);
+    page_start_leaving(core, index);
     return PLACE_DONE;
 }
 
 /* Evict until so many frames are free or being vacated. */
-int place_make_room(pagert_pager *pager, pagert_pin *pin, uint64_t frames_needed)
+int place_make_room(pagert_core *core, pagert_pin *pin, uint64_t frames_needed)
 {
-    TELL(pager, making_room, pager, pin);
-    while (available(pager) < frames_needed) {
-        int outcome = evict_one(pager, pin, false);
+    TELL(core, making_room, core, pin);
+    while (available(core) < frames_needed) {
+        int outcome = evict_one(core, pin, false);
         if (outcome != PLACE_DONE)
             return outcome;
     }
@@ -97,25 +97,25 @@ typedef struct run_cost {
 } run_cost;
 
 /* The page has this frame already, or the promise of it, and will stay. */
-static bool in_place(const pagert_pager *pager, uint32_t index, uint32_t frame)
+static bool in_place(const pagert_core *core, uint32_t index, uint32_t frame)
 {
-    const page *p = &pager->pages[index];
+    const page *p = &core->pages[index];
     return p->copy[PAGERT_DEVICE] != COPY_NONE && p->frame[PAGERT_DEVICE] == frame &&
            !has(p, PAGE_LEAVING | PAGE_MOVING);
 }
 
 /* What it takes to put the span at `base`. */
-static run_cost cost_of_run(const pagert_pager *pager, span s, uint32_t base, uint32_t resident)
+static run_cost cost_of_run(const pagert_core *core, span s, uint32_t base, uint32_t resident)
 {
     run_cost cost = {.usable = true};
     uint32_t placed = 0;
     for (uint32_t i = 0; i < s.count; i++) {
-        uint32_t frame = base + i, owner = pager->frames[frame].page;
-        if (in_place(pager, s.first + i, frame)) {
+        uint32_t frame = base + i, owner = core->frames[frame].page;
+        if (in_place(core, s.first + i, frame)) {
             placed++;
             continue;
         }
-        int class = frame_class(pager, frame);
+        int class = frame_class(core, frame);
         if (class == FRAME_FREE || class == FRAME_VACATING) {
             cost.available++;
         } else if (class == FRAME_MOVABLE && !in_span(s, owner)) {
@@ -135,11 +135,11 @@ typedef struct closed_run {
     uint32_t first, end;
 } closed_run;
 
-static bool is_closed(const pagert_pager *pager, span s, uint32_t frame)
+static bool is_closed(const pagert_core *core, span s, uint32_t frame)
 {
-    int class = frame_class(pager, frame);
+    int class = frame_class(core, frame);
     return class == FRAME_BUSY || class == FRAME_HELD ||
-           (class == FRAME_MOVABLE && in_span(s, pager->frames[frame].page));
+           (class == FRAME_MOVABLE && in_span(s, core->frames[frame].page));
 }
 
 /* The first run of `count` within [first, end) with the most available frames, if it has more than `most`. Such a
@@ -168,17 +168,17 @@ static void fullest_run(const frame_runs *runs, uint32_t count, closed_run range
 }
 
 /* Put the closed run around `frame` among the others, which are in order. Not more of it than matters to few runs. */
-static void insert_closed(const pagert_pager *pager, span s, uint32_t frame, closed_run *closed, uint32_t count)
+static void insert_closed(const pagert_core *core, span s, uint32_t frame, closed_run *closed, uint32_t count)
 {
     uint32_t at = count, reach = 2 * s.count;
     for (; at > 0 && closed[at - 1].first > frame; at--)
         closed[at] = closed[at - 1];
     closed_run run = {frame, frame + 1};
     uint32_t lowest = at > 0 ? closed[at - 1].end : 0;
-    uint32_t highest = at < count ? closed[at + 1].first : pager->config.frame_count[PAGERT_DEVICE];
-    while (run.first > lowest && frame - run.first < reach && is_closed(pager, s, run.first - 1))
+    uint32_t highest = at < count ? closed[at + 1].first : core->config.frame_count[PAGERT_DEVICE];
+    while (run.first > lowest && frame - run.first < reach && is_closed(core, s, run.first - 1))
         run.first--;
-    while (run.end < highest && run.end - frame < reach && is_closed(pager, s, run.end))
+    while (run.end < highest && run.end - frame < reach && is_closed(core, s, run.end))
         run.end++;
     closed[at] = run;
 }
@@ -187,42 +187,42 @@ enum { CLOSED_MAX = 32 };
 
 /* The cheapest run: guess the one with the most available frames, and where it turns out to be closed, look again
  * beside that. NONE: too many of them are closed. */
-static uint32_t guess_run(const pagert_pager *pager, span s)
+static uint32_t guess_run(const pagert_core *core, span s)
 {
     closed_run closed[CLOSED_MAX];
     for (uint32_t count = 0; count < CLOSED_MAX; count++) {
         uint32_t base = NONE, from = 0, blocked = NONE;
         int64_t most = -1;
         for (uint32_t k = 0; k < count; from = closed[k++].end)
-            fullest_run(&pager->runs, s.count, (closed_run){from, closed[k].first}, &most, &base);
-        fullest_run(&pager->runs, s.count, (closed_run){from, pager->config.frame_count[PAGERT_DEVICE]}, &most,
+            fullest_run(&core->runs, s.count, (closed_run){from, closed[k].first}, &most, &base);
+        fullest_run(&core->runs, s.count, (closed_run){from, core->config.frame_count[PAGERT_DEVICE]}, &most,
                     &base);
         if (base == NONE)
             return NONE;
         for (uint32_t i = 0; i < s.count && blocked == NONE; i++)
-            if (is_closed(pager, s, base + i))
+            if (is_closed(core, s, base + i))
                 blocked = base + i;
         if (blocked == NONE)
             return base;
-        insert_closed(pager, s, blocked, closed, count);
+        insert_closed(core, s, blocked, closed, count);
     }
     return NONE;
 }
 
 /* The same by one pass over all device frames; `busy` where a transfer in flight is in the way. */
-static uint32_t scan_runs(const pagert_pager *pager, span s, bool *busy)
+static uint32_t scan_runs(const pagert_core *core, span s, bool *busy)
 {
     uint32_t best = NONE, best_moves = UINT32_MAX, moves = 0, usable_from = 0;
-    for (uint32_t frame = 0; frame < pager->config.frame_count[PAGERT_DEVICE]; frame++) {
-        if (is_closed(pager, s, frame)) {
-            *busy |= frame_class(pager, frame) == FRAME_BUSY;
+    for (uint32_t frame = 0; frame < core->config.frame_count[PAGERT_DEVICE]; frame++) {
+        if (is_closed(core, s, frame)) {
+            *busy |= frame_class(core, frame) == FRAME_BUSY;
             usable_from = frame + 1;
             moves = 0;
             continue;
         }
-        moves += frame_class(pager, frame) == FRAME_MOVABLE;
+        moves += frame_class(core, frame) == FRAME_MOVABLE;
         if (frame + 1 - usable_from > s.count) { /* the run slides: its first frame drops out */
-            moves -= frame_class(pager, frame - s.count) == FRAME_MOVABLE;
+            moves -= frame_class(core, frame - s.count) == FRAME_MOVABLE;
             usable_from++;
         }
         if (frame + 1 - usable_from == s.count && moves < best_moves) {
@@ -234,39 +234,39 @@ static uint32_t scan_runs(const pagert_pager *pager, span s, bool *busy)
 }
 
 /* The cheapest run that has no page of the span in it; of equals the first. */
-static uint32_t cheapest_run(pagert_pager *pager, span s, bool *busy)
+static uint32_t cheapest_run(pagert_core *core, span s, bool *busy)
 {
     uint32_t frame = NONE;
     if (s.count == 1) {
-        uint32_t cursor = pager->sets[PAGERT_DEVICE].cursor;
-        frame = frame_set_next_free(&pager->sets[PAGERT_DEVICE], cursor);
+        uint32_t cursor = core->sets[PAGERT_DEVICE].cursor;
+        frame = frame_set_next_free(&core->sets[PAGERT_DEVICE], cursor);
         if (frame == NONE)
-            frame = frame_set_next_free(&pager->sets[PAGERT_DEVICE], 0);
-        if (frame == NONE && frame_class(pager, pager->last_vacated) == FRAME_VACATING)
-            frame = pager->last_vacated; /* the victim's own, most likely */
+            frame = frame_set_next_free(&core->sets[PAGERT_DEVICE], 0);
+        if (frame == NONE && frame_class(core, core->last_vacated) == FRAME_VACATING)
+            frame = core->last_vacated; /* the victim's own, most likely */
     }
     if (frame == NONE)
-        frame = frame_runs_find(&pager->runs, s.count);
+        frame = frame_runs_find(&core->runs, s.count);
     if (frame == NONE)
-        frame = guess_run(pager, s);
+        frame = guess_run(core, s);
 #ifdef PAGERT_SLOW_CHECKS
     bool ignored = false;
-    PAGERT_ASSERT(s.count == 1 || frame == NONE || frame == scan_runs(pager, s, &ignored));
+    PAGERT_ASSERT(s.count == 1 || frame == NONE || frame == scan_runs(core, s, &ignored));
 #endif
-    return frame != NONE ? frame : scan_runs(pager, s, busy);
+    return frame != NONE ? frame : scan_runs(core, s, busy);
 }
 
 /* Where the span should lie: around one of its pieces, or in the cheapest run elsewhere. */
-static int choose_base(pagert_pager *pager, span s, uint32_t *base)
+static int choose_base(pagert_core *core, span s, uint32_t *base)
 {
-    uint32_t frame_count = pager->config.frame_count[PAGERT_DEVICE];
+    uint32_t frame_count = core->config.frame_count[PAGERT_DEVICE];
     uint32_t resident = 0, forced = NONE, previous = NONE;
     uint64_t best_moves = UINT64_MAX;
     bool busy = false;
     for (uint32_t i = 0; i < s.count; i++)
-        resident += pager->pages[s.first + i].copy[PAGERT_DEVICE] != COPY_NONE;
+        resident += core->pages[s.first + i].copy[PAGERT_DEVICE] != COPY_NONE;
     for (uint32_t i = 0; i < s.count; i++) {
-        const page *p = &pager->pages[s.first + i];
+        const page *p = &core->pages[s.first + i];
         if (p->copy[PAGERT_DEVICE] == COPY_NONE)
             continue;
         if (has(p, PAGE_MOVING)) /* it was in the way of another span of the pin */
@@ -282,7 +282,7 @@ static int choose_base(pagert_pager *pager, span s, uint32_t *base)
         if (!fits || natural == previous)
             continue;
         previous = natural;
-        run_cost cost = cost_of_run(pager, s, natural, resident);
+        run_cost cost = cost_of_run(core, s, natural, resident);
         busy |= cost.busy;
         if (cost.usable && cost.moves < best_moves) {
             *base = natural;
@@ -290,13 +290,13 @@ static int choose_base(pagert_pager *pager, span s, uint32_t *base)
         }
     }
     if (forced != NONE) {
-        run_cost cost = cost_of_run(pager, s, forced, resident);
+        run_cost cost = cost_of_run(core, s, forced, resident);
         *base = forced;
         return cost.usable ? PLACE_DONE : cost.busy ? PLACE_BUSY : PLACE_BLOCKED;
     }
     if (best_moves > 0) {
-        uint32_t run = cheapest_run(pager, s, &busy);
-        if (run != NONE && cost_of_run(pager, s, run, resident).moves < best_moves) {
+        uint32_t run = cheapest_run(core, s, &busy);
+        if (run != NONE && cost_of_run(core, s, run, resident).moves < best_moves) {
             *base = run;
             best_moves = 0;
         }
@@ -305,9 +305,9 @@ static int choose_base(pagert_pager *pager, span s, uint32_t *base)
 }
 
 /* A frame outside the run for a page that is in the way; free rather than being vacated. */
-static uint32_t frame_outside(const pagert_pager *pager, uint32_t base, uint32_t count)
+static uint32_t frame_outside(const pagert_core *core, uint32_t base, uint32_t count)
 {
-    const frame_set *set = &pager->sets[PAGERT_DEVICE];
+    const frame_set *set = &core->sets[PAGERT_DEVICE];
     uint32_t frame = frame_set_next_free(set, base + count);
     if (frame == NONE) {
         frame = frame_set_next_free(set, 0);
@@ -316,39 +316,39 @@ static uint32_t frame_outside(const pagert_pager *pager, uint32_t base, uint32_t
     }
     if (frame != NONE)
         return frame;
-    frame = frame_runs_next(&pager->runs, 0); /* none is free: one that is being vacated */
-    return frame - base < count ? frame_runs_next(&pager->runs, base + count) : frame;
+    frame = frame_runs_next(&core->runs, 0); /* none is free: one that is being vacated */
+    return frame - base < count ? frame_runs_next(&core->runs, base + count) : frame;
 }
 
 /* Give the access's span a window. PLACE_BUSY: try again when a transfer has completed. PLACE_BLOCKED:
  * not possible by single moves. On these nothing was promised, but victims may have been evicted. */
-int place_window(pagert_pager *pager, pagert_pin *pin, const pagert_access *access)
+int place_window(pagert_core *core, pagert_pin *pin, const pagert_access *access)
 {
     span s = {access->span_first, access->span_count};
     uint32_t base = 0, resident = 0;
     for (uint32_t i = 0; i < s.count; i++)
-        resident += pager->pages[s.first + i].copy[PAGERT_DEVICE] != COPY_NONE;
+        resident += core->pages[s.first + i].copy[PAGERT_DEVICE] != COPY_NONE;
     for (;;) {
-        int outcome = choose_base(pager, s, &base);
+        int outcome = choose_base(core, s, &base);
         if (outcome != PLACE_DONE)
             return outcome;
-        run_cost cost = cost_of_run(pager, s, base, resident);
-        if (cost.in_way <= available(pager) - cost.available)
+        run_cost cost = cost_of_run(core, s, base, resident);
+        if (cost.in_way <= available(core) - cost.available)
             break;
-        outcome = evict_one(pager, pin, true); /* the span's own pieces take frames only until they have moved */
+        outcome = evict_one(core, pin, true); /* the span's own pieces take frames only until they have moved */
         if (outcome != PLACE_DONE)
             return outcome;
     }
     for (uint32_t i = 0; i < s.count; i++) {
-        uint32_t frame = base + i, index = s.first + i, owner = pager->frames[frame].page;
-        if (in_place(pager, index, frame))
+        uint32_t frame = base + i, index = s.first + i, owner = core->frames[frame].page;
+        if (in_place(core, index, frame))
             continue;
-        if (owner != NONE && !has(&pager->pages[owner], PAGE_LEAVING))
-            device_start_move(pager, owner, frame_outside(pager, base, s.count));
-        if (pager->pages[index].copy[PAGERT_DEVICE] == COPY_VALID)
-            device_start_move(pager, index, frame);
+        if (owner != NONE && !has(&core->pages[owner], PAGE_LEAVING))
+            device_start_move(core, owner, frame_outside(core, base, s.count));
+        if (core->pages[index].copy[PAGERT_DEVICE] == COPY_VALID)
+            device_start_move(core, index, frame);
         else
-            device_assign(pager, index, frame, pin_overwrites(pager, pin, index));
+            device_assign(core, index, frame, pin_overwrites(core, pin, index));
     }
     return PLACE_DONE;
 }

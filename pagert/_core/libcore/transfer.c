@@ -32,119 +32,119 @@ static uint32_t target_frame(const page *p, uint32_t link)
     return link == PAGERT_MOVE ? p->move_frame : p->frame[target_tier[link]];
 }
 
-int pagert_next_transfer(pagert_pager *pager, uint32_t link_mask, pagert_transfer *transfer)
+int pagert_next_transfer(pagert_core *core, uint32_t link_mask, pagert_transfer *transfer)
 {
     for (uint32_t k = 0; k < PAGERT_LINK_COUNT; k++) {
         uint32_t link = order[k];
-        if (!(link_mask >> link & 1) || pager->queues[link].count == 0)
+        if (!(link_mask >> link & 1) || core->queues[link].count == 0)
             continue;
-        uint32_t first = pager->queues[link].oldest;
-        const page *head = &pager->pages[first];
+        uint32_t first = core->queues[link].oldest;
+        const page *head = &core->pages[first];
         *transfer = (pagert_transfer){.link = link,
                                       .first_page = first,
                                       .source_frame = source_frame(head, link),
                                       .target_frame = target_frame(head, link)};
         uint32_t count = 0;
         do { /* join the neighbours that take the same way */
-            page_take_off(pager, first + count);
+            page_take_off(core, first + count);
             count++;
-            const page *next = &pager->pages[first + count];
-            if (first + count == pager->config.page_count || !has(next, PAGE_LIVE) ||
+            const page *next = &core->pages[first + count];
+            if (first + count == core->config.page_count || !has(next, PAGE_LIVE) ||
                 next->region != head->region || next->queue != link || has(next, PAGE_IN_FLIGHT) ||
                 target_frame(next, link) != transfer->target_frame + count ||
                 (link != PAGERT_FILL && source_frame(next, link) != transfer->source_frame + count))
                 break;
-        } while (count < pager->config.transfer_pages_max);
+        } while (count < core->config.transfer_pages_max);
         transfer->page_count = count;
-        pager->in_flight++;
+        core->in_flight++;
         return 1;
     }
     return 0;
 }
 
-static void succeed(pagert_pager *pager, uint32_t index, uint32_t link)
+static void succeed(pagert_core *core, uint32_t index, uint32_t link)
 {
-    page *p = &pager->pages[index];
+    page *p = &core->pages[index];
     if (link == PAGERT_MOVE) {
-        device_finish_move(pager, index);
+        device_finish_move(core, index);
         return;
     }
     p->copy[target_tier[link]] = COPY_VALID;
     if (link == PAGERT_DEVICE_TO_HOST || link == PAGERT_DEVICE_TO_FLASH)
-        pager->write_ahead_failed = false;
+        core->write_ahead_failed = false;
     if (link == PAGERT_HOST_TO_FLASH) {
-        lower_end_leaving_host(pager, index);
-        page_drop_lower(pager, index, PAGERT_HOST);
+        lower_end_leaving_host(core, index);
+        page_drop_lower(core, index, PAGERT_HOST);
     }
-    page_advance(pager, index);
+    page_advance(core, index);
 }
 
-static void fail(pagert_pager *pager, uint32_t index, const pagert_failure *failure)
+static void fail(pagert_core *core, uint32_t index, const pagert_failure *failure)
 {
     switch (failure->link) {
     case PAGERT_MOVE:
-        fail_move(pager, index, failure);
+        fail_move(core, index, failure);
         break;
     case PAGERT_FILL:
     case PAGERT_HOST_TO_DEVICE:
     case PAGERT_FLASH_TO_DEVICE:
-        fail_page(pager, index, failure, false);
+        fail_page(core, index, failure, false);
         break;
     case PAGERT_FLASH_TO_HOST:
-        page_drop_lower(pager, index, PAGERT_HOST);
-        fail_page(pager, index, failure, false);
+        page_drop_lower(core, index, PAGERT_HOST);
+        fail_page(core, index, failure, false);
         break;
     case PAGERT_DEVICE_TO_HOST:
     case PAGERT_DEVICE_TO_FLASH:
-        fail_writeback(pager, index, failure, false);
+        fail_writeback(core, index, failure, false);
         break;
     default:
         PAGERT_ASSERT(failure->link == PAGERT_HOST_TO_FLASH);
-        lower_end_leaving_host(pager, index);
-        page_drop_lower(pager, index, PAGERT_FLASH);
-        page_advance(pager, index);
-        lower_fail_waiter(pager, failure); /* who waited for this frame learns why */
+        lower_end_leaving_host(core, index);
+        page_drop_lower(core, index, PAGERT_FLASH);
+        page_advance(core, index);
+        lower_fail_waiter(core, failure); /* who waited for this frame learns why */
         break;
     }
 }
 
-int pagert_complete(pagert_pager *pager, const pagert_transfer *transfer, int32_t result)
+int pagert_complete(pagert_core *core, const pagert_transfer *transfer, int32_t result)
 {
     uint32_t link = transfer->link;
     if (link >= PAGERT_LINK_COUNT || transfer->page_count == 0 ||
-        transfer->first_page >= pager->config.page_count ||
-        transfer->page_count > pager->config.page_count - transfer->first_page)
+        transfer->first_page >= core->config.page_count ||
+        transfer->page_count > core->config.page_count - transfer->first_page)
         return PAGERT_E_ARGUMENT;
     for (uint32_t i = 0; i < transfer->page_count; i++) {
-        const page *p = &pager->pages[transfer->first_page + i];
+        const page *p = &core->pages[transfer->first_page + i];
         if (!has(p, PAGE_IN_FLIGHT) || p->queue != link ||
             target_frame(p, link) != transfer->target_frame + i ||
             (link != PAGERT_FILL && source_frame(p, link) != transfer->source_frame + i))
             return PAGERT_E_STATE;
     }
-    PAGERT_ASSERT(pager->in_flight > 0);
-    pager->in_flight--;
+    PAGERT_ASSERT(core->in_flight > 0);
+    core->in_flight--;
     if (result < 0) {
-        pager->counters.failed_transfers++;
+        core->counters.failed_transfers++;
     } else {
-        pager->counters.transfers[link]++;
-        pager->counters.transferred[link] += transfer->page_count;
-        TELL(pager, transferred, pager, link, transfer->page_count);
+        core->counters.transfers[link]++;
+        core->counters.transferred[link] += transfer->page_count;
+        TELL(core, transferred, core, link, transfer->page_count);
     }
     for (uint32_t i = 0; i < transfer->page_count; i++) {
         uint32_t index = transfer->first_page + i;
         pagert_failure failure = {index, link, result};
-        page_leave_queue(pager, index);
-        if (has(&pager->pages[index], PAGE_DYING)) {
-            page_purge(pager, index);
-            region_page_gone(pager, index);
+        page_leave_queue(core, index);
+        if (has(&core->pages[index], PAGE_DYING)) {
+            page_purge(core, index);
+            region_page_gone(core, index);
         } else if (result < 0) {
-            fail(pager, index, &failure);
+            fail(core, index, &failure);
         } else {
-            succeed(pager, index, link);
+            succeed(core, index, link);
         }
     }
-    lower_grant_host(pager);
-    PAGERT_ASSERT_SLOW(pager);
+    lower_grant_host(core);
+    PAGERT_ASSERT_SLOW(core);
     return 0;
 }

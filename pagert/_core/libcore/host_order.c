@@ -23,9 +23,9 @@ void host_order_init(host_order *order, const pagert_config *config, unsigned ch
 }
 
 /* What it costs that the page goes to flash, and comes back if it is read next. HOST_PRICES: not known. */
-static uint32_t price_of(const pagert_pager *pager, const history *past, uint32_t index, uint32_t *time)
+static uint32_t price_of(const pagert_core *core, const history *past, uint32_t index, uint32_t *time)
 {
-    const page *p = &pager->pages[index];
+    const page *p = &core->pages[index];
     use next;
     if (!history_next_use(past, p->region, index - p->region, &next))
         return HOST_PRICES;
@@ -34,24 +34,24 @@ static uint32_t price_of(const pagert_pager *pager, const history *past, uint32_
     return (uint32_t)read_next + (p->copy[PAGERT_FLASH] != COPY_VALID);
 }
 
-static uint8_t *standing_of(const pagert_pager *pager, host_order *order, uint32_t index)
+static uint8_t *standing_of(const pagert_core *core, host_order *order, uint32_t index)
 {
-    return &order->standing[pager->pages[index].frame[PAGERT_HOST]];
+    return &order->standing[core->pages[index].frame[PAGERT_HOST]];
 }
 
-void host_order_insert(pagert_pager *pager, host_order *order, const history *past, uint32_t index)
+void host_order_insert(pagert_core *core, host_order *order, const history *past, uint32_t index)
 {
-    uint32_t time = 0, price = price_of(pager, past, index, &time);
-    *standing_of(pager, order, index) = (uint8_t)(price < HOST_PRICES ? price + 1 : 0);
+    uint32_t time = 0, price = price_of(core, past, index, &time);
+    *standing_of(core, order, index) = (uint8_t)(price < HOST_PRICES ? price + 1 : 0);
     if (price < HOST_PRICES)
-        heap_push(pager, &order->prices[price], index, time);
+        heap_push(core, &order->prices[price], index, time);
 }
 
-void host_order_remove(pagert_pager *pager, host_order *order, uint32_t index)
+void host_order_remove(pagert_core *core, host_order *order, uint32_t index)
 {
-    uint8_t *standing = standing_of(pager, order, index);
+    uint8_t *standing = standing_of(core, order, index);
     if (*standing > 0)
-        heap_remove(pager, &order->prices[*standing - 1], index);
+        heap_remove(core, &order->prices[*standing - 1], index);
     *standing = 0;
 }
 
@@ -74,17 +74,17 @@ static uint32_t best_price(const host_order *order, const history *past)
     return best;
 }
 
-uint32_t host_order_victim(pagert_pager *pager, host_order *order, const history *past)
+uint32_t host_order_victim(pagert_core *core, host_order *order, const history *past)
 {
     for (uint32_t checks = 0; checks < RECHECKS_MAX && history_is_sure(past); checks++) {
         uint32_t price = best_price(order, past), time = 0;
         if (price == HOST_PRICES)
             return NONE;
         heap_item top = order->prices[price].items[0];
-        if (price_of(pager, past, top.page, &time) == price && time == top.time)
+        if (price_of(core, past, top.page, &time) == price && time == top.time)
             return top.page;
-        host_order_remove(pager, order, top.page);
-        host_order_insert(pager, order, past, top.page);
+        host_order_remove(core, order, top.page);
+        host_order_insert(core, order, past, top.page);
     }
     return NONE;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What the files of libpager share: the page table's entry, the frames of the tiers and the pager itself.
+ * What the files of libcore share: the page table's entry, the frames of the tiers and the core itself.
  *
  * A page has up to three copies, one in each tier. The rule from which the rest follows:
  *
@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "pagert/pager.h"
+#include "pagert/core.h"
 
 /* Always on: a mistake of the program must not go on to lose a tensor. */
 extern _Noreturn void abort(void);
@@ -27,9 +27,9 @@ extern _Noreturn void abort(void);
 
 /* The whole-state check after every call; for fuzzers and sanitizer builds. */
 #ifdef PAGERT_SLOW_CHECKS
-#define PAGERT_ASSERT_SLOW(pager) PAGERT_ASSERT(pagert_check(pager) == 0)
+#define PAGERT_ASSERT_SLOW(core) PAGERT_ASSERT(pagert_check(core) == 0)
 #else
-#define PAGERT_ASSERT_SLOW(pager) ((void)(pager))
+#define PAGERT_ASSERT_SLOW(core) ((void)(core))
 #endif
 
 #define NONE PAGERT_NONE
@@ -154,7 +154,7 @@ enum {
     HOST_LISTS,
 };
 
-struct pagert_pager {
+struct pagert_core {
     pagert_config config;
     uint32_t page_shift;
     uint32_t lower_tier;   /* the tier that device pages are written back to */
@@ -199,46 +199,46 @@ typedef struct victim_need {
 struct pagert_policy {
     const char *name;
     uint64_t (*state_bytes)(const pagert_config *config); /* memory it needs, zeroed at the start */
-    void (*init)(pagert_pager *pager);
-    void (*insert)(pagert_pager *pager, uint32_t page_index); /* now evictable, and most recently used */
-    void (*remove)(pagert_pager *pager, uint32_t page_index); /* held, moved or gone */
-    uint32_t (*victim)(pagert_pager *pager, victim_need need); /* the best, which stays known until remove(), or NONE */
-    uint32_t (*evictable_count)(const pagert_pager *pager);
+    void (*init)(pagert_core *core);
+    void (*insert)(pagert_core *core, uint32_t page_index); /* now evictable, and most recently used */
+    void (*remove)(pagert_core *core, uint32_t page_index); /* held, moved or gone */
+    uint32_t (*victim)(pagert_core *core, victim_need need); /* the best, which stays known until remove(), or NONE */
+    uint32_t (*evictable_count)(const pagert_core *core);
     /* The rest may be NULL. What a policy hears of, for those that learn: see TELL(). Of regions, */
-    void (*reserved)(pagert_pager *pager, uint32_t first_page, uint32_t page_count);
-    void (*released)(pagert_pager *pager, uint32_t first_page);
+    void (*reserved)(pagert_core *core, uint32_t first_page, uint32_t page_count);
+    void (*released)(pagert_core *core, uint32_t first_page);
     /* of pins, */
-    void (*accessed)(pagert_pager *pager, const pagert_pin *pin);    /* an operator asks for it */
-    void (*making_room)(pagert_pager *pager, const pagert_pin *pin); /* its pages are held */
-    void (*begun)(pagert_pager *pager, const pagert_pin *pin);       /* it has to wait */
-    void (*placed)(pagert_pager *pager, pagert_pin *pin);
-    void (*let_go)(pagert_pager *pager, const pagert_pin *pin);
+    void (*accessed)(pagert_core *core, const pagert_pin *pin);    /* an operator asks for it */
+    void (*making_room)(pagert_core *core, const pagert_pin *pin); /* its pages are held */
+    void (*begun)(pagert_core *core, const pagert_pin *pin);       /* it has to wait */
+    void (*placed)(pagert_core *core, pagert_pin *pin);
+    void (*let_go)(pagert_core *core, const pagert_pin *pin);
     /* of pages, */
-    void (*changed)(pagert_pager *pager, uint32_t index); /* anything may have, and the copies are as they are now */
-    void (*written)(pagert_pager *pager, uint32_t index); /* it is about to be; changed() follows */
-    void (*not_overwritten)(pagert_pager *pager, uint32_t index); /* it is fetched after all */
-    void (*sent_away)(pagert_pager *pager, uint32_t index);       /* it leaves, and not as a victim */
-    void (*copy_lost)(pagert_pager *pager, uint32_t index);       /* the one below, for lack of room */
+    void (*changed)(pagert_core *core, uint32_t index); /* anything may have, and the copies are as they are now */
+    void (*written)(pagert_core *core, uint32_t index); /* it is about to be; changed() follows */
+    void (*not_overwritten)(pagert_core *core, uint32_t index); /* it is fetched after all */
+    void (*sent_away)(pagert_core *core, uint32_t index);       /* it leaves, and not as a victim */
+    void (*copy_lost)(pagert_core *core, uint32_t index);       /* the one below, for lack of room */
     /* and of all. */
-    void (*flushed)(pagert_pager *pager);
-    void (*transferred)(pagert_pager *pager, uint32_t link, uint32_t page_count);
+    void (*flushed)(pagert_core *core);
+    void (*transferred)(pagert_core *core, uint32_t link, uint32_t page_count);
     /* What it does ahead of time. */
-    bool (*upcoming)(pagert_pager *pager, uint32_t *first_page, uint32_t *page_count, uint32_t *time);
-    void (*fetched)(pagert_pager *pager); /* that is on its way now */
-    uint32_t (*leaver)(pagert_pager *pager);   /* a clean page that is best evicted now, or NONE */
-    uint32_t (*writable)(pagert_pager *pager); /* a dirty page that is best written now, or NONE */
+    bool (*upcoming)(pagert_core *core, uint32_t *first_page, uint32_t *page_count, uint32_t *time);
+    void (*fetched)(pagert_core *core); /* that is on its way now */
+    uint32_t (*leaver)(pagert_core *core);   /* a clean page that is best evicted now, or NONE */
+    uint32_t (*writable)(pagert_core *core); /* a dirty page that is best written now, or NONE */
     /* Pages whose fastest copy is the host's, as above; the victim stays known until host_remove(). */
-    void (*host_insert)(pagert_pager *pager, uint32_t index);
-    void (*host_remove)(pagert_pager *pager, uint32_t index);
-    uint32_t (*host_victim)(pagert_pager *pager);
-    int (*check)(const pagert_pager *pager); /* as pagert_check(), of its own state */
+    void (*host_insert)(pagert_core *core, uint32_t index);
+    void (*host_remove)(pagert_core *core, uint32_t index);
+    uint32_t (*host_victim)(pagert_core *core);
+    int (*check)(const pagert_core *core); /* as pagert_check(), of its own state */
 };
 
-/* TELL(pager, written, pager, index): the policy, if it wants to hear of that. */
-#define TELL(pager, event, ...)                         \
+/* TELL(core, written, core, index): the policy, if it wants to hear of that. */
+#define TELL(core, event, ...)                         \
     do {                                                \
-        if ((pager)->policy->event != NULL)             \
-            (pager)->policy->event(__VA_ARGS__);        \
+        if ((core)->policy->event != NULL)             \
+            (core)->policy->event(__VA_ARGS__);        \
     } while (0)
 
 /* The policies there are. */
@@ -247,9 +247,9 @@ extern const pagert_policy policy_lru, policy_lookahead;
 static inline bool has(const page *p, uint32_t flag) { return (p->flags & flag) != 0; }
 static inline void set_flag(page *p, uint32_t flag) { p->flags = (uint16_t)(p->flags | flag); }
 static inline void clear_flag(page *p, uint32_t flag) { p->flags = (uint16_t)(p->flags & ~flag); }
-static inline bool configured(const pagert_pager *pager, uint32_t tier)
+static inline bool configured(const pagert_core *core, uint32_t tier)
 {
-    return pager->config.frame_count[tier] != 0;
+    return core->config.frame_count[tier] != 0;
 }
 /* A copy below the device, or zero: the device copy may be dropped. */
 static inline bool is_clean(const page *p)
@@ -276,71 +276,71 @@ uint32_t frame_runs_find(frame_runs *runs, uint32_t count);           /* the fir
 uint32_t frame_runs_next(const frame_runs *runs, uint32_t from); /* the first at or after, or NONE */
 
 /* extents.c */
-void extents_init(pagert_pager *pager);
-uint32_t extents_take(pagert_pager *pager, uint32_t page_count); /* first page, or NONE */
-void extents_give(pagert_pager *pager, uint32_t first_page, uint32_t page_count);
+void extents_init(pagert_core *core);
+uint32_t extents_take(pagert_core *core, uint32_t page_count); /* first page, or NONE */
+void extents_give(pagert_core *core, uint32_t first_page, uint32_t page_count);
 
 /* page.c: what one page does next */
-void page_advance(pagert_pager *pager, uint32_t index);
-void page_relist(pagert_pager *pager, uint32_t index);
-void page_enqueue(pagert_pager *pager, uint32_t index, uint32_t queue);
-void page_take_off(pagert_pager *pager, uint32_t index);
-void page_leave_queue(pagert_pager *pager, uint32_t index);
-bool page_cancel_queued(pagert_pager *pager, uint32_t index);
-void page_start_leaving(pagert_pager *pager, uint32_t index);
-bool page_stay(pagert_pager *pager, uint32_t index);
-void page_commit_write(pagert_pager *pager, uint32_t index);
-void page_drop_lower(pagert_pager *pager, uint32_t index, uint32_t tier);
-void page_purge(pagert_pager *pager, uint32_t index);
+void page_advance(pagert_core *core, uint32_t index);
+void page_relist(pagert_core *core, uint32_t index);
+void page_enqueue(pagert_core *core, uint32_t index, uint32_t queue);
+void page_take_off(pagert_core *core, uint32_t index);
+void page_leave_queue(pagert_core *core, uint32_t index);
+bool page_cancel_queued(pagert_core *core, uint32_t index);
+void page_start_leaving(pagert_core *core, uint32_t index);
+bool page_stay(pagert_core *core, uint32_t index);
+void page_commit_write(pagert_core *core, uint32_t index);
+void page_drop_lower(pagert_core *core, uint32_t index, uint32_t tier);
+void page_purge(pagert_core *core, uint32_t index);
 
 /* device.c: who has which device frame, and who gets it next */
-void device_assign(pagert_pager *pager, uint32_t index, uint32_t frame, bool overwrite);
-void device_forget(pagert_pager *pager, uint32_t index);
-void device_start_move(pagert_pager *pager, uint32_t index, uint32_t target_frame);
-void device_finish_move(pagert_pager *pager, uint32_t index);
-void device_cancel_move(pagert_pager *pager, uint32_t index);
-void device_offer(pagert_pager *pager, uint32_t frame);
-void device_withdraw(pagert_pager *pager, uint32_t frame);
-static inline bool device_owns(const pagert_pager *pager, uint32_t index)
+void device_assign(pagert_core *core, uint32_t index, uint32_t frame, bool overwrite);
+void device_forget(pagert_core *core, uint32_t index);
+void device_start_move(pagert_core *core, uint32_t index, uint32_t target_frame);
+void device_finish_move(pagert_core *core, uint32_t index);
+void device_cancel_move(pagert_core *core, uint32_t index);
+void device_offer(pagert_core *core, uint32_t frame);
+void device_withdraw(pagert_core *core, uint32_t frame);
+static inline bool device_owns(const pagert_core *core, uint32_t index)
 {
-    return pager->frames[pager->pages[index].frame[PAGERT_DEVICE]].page == index;
+    return core->frames[core->pages[index].frame[PAGERT_DEVICE]].page == index;
 }
 
 /* lower.c: frames of the tiers below the device */
-uint32_t lower_take_flash(pagert_pager *pager);
-void lower_grant_host(pagert_pager *pager);
-void lower_fail_waiter(pagert_pager *pager, const pagert_failure *cause);
-void lower_end_leaving_host(pagert_pager *pager, uint32_t index);
+uint32_t lower_take_flash(pagert_core *core);
+void lower_grant_host(pagert_core *core);
+void lower_fail_waiter(pagert_core *core, const pagert_failure *cause);
+void lower_end_leaving_host(pagert_core *core, uint32_t index);
 
 /* fail.c: what a failed transfer undoes */
-bool fail_page(pagert_pager *pager, uint32_t index, const pagert_failure *failure, bool full);
-void fail_writeback(pagert_pager *pager, uint32_t index, const pagert_failure *failure, bool full);
-void fail_move(pagert_pager *pager, uint32_t index, const pagert_failure *failure);
+bool fail_page(pagert_core *core, uint32_t index, const pagert_failure *failure, bool full);
+void fail_writeback(pagert_core *core, uint32_t index, const pagert_failure *failure, bool full);
+void fail_move(pagert_core *core, uint32_t index, const pagert_failure *failure);
 
 /* place.c, repack.c: find or make room for windows */
 enum { PLACE_DONE = 1, PLACE_BUSY = 0, PLACE_BLOCKED = -100 };
 enum { FRAME_FREE, FRAME_VACATING, FRAME_MOVABLE, FRAME_BUSY, FRAME_HELD };
-int frame_class(const pagert_pager *pager, uint32_t frame);
-bool is_quiet(const pagert_pager *pager);
-int place_make_room(pagert_pager *pager, pagert_pin *pin, uint64_t frames_needed);
-int place_window(pagert_pager *pager, pagert_pin *pin, const pagert_access *access);
-int repack_round(pagert_pager *pager, pagert_pin *pin);
-bool repack_fits_alone(const pagert_pager *pager, pagert_pin *pin);
+int frame_class(const pagert_core *core, uint32_t frame);
+bool is_quiet(const pagert_core *core);
+int place_make_room(pagert_core *core, pagert_pin *pin, uint64_t frames_needed);
+int place_window(pagert_core *core, pagert_pin *pin, const pagert_access *access);
+int repack_round(pagert_core *core, pagert_pin *pin);
+bool repack_fits_alone(const pagert_core *core, pagert_pin *pin);
 
 /* pin.c */
-void pin_fail_waiters(pagert_pager *pager, const pagert_failure *failure, bool full);
-int pin_prefetch(pagert_pager *pager, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
+void pin_fail_waiters(pagert_core *core, const pagert_failure *failure, bool full);
+int pin_prefetch(pagert_core *core, pagert_region region, uint64_t offset_bytes, uint64_t size_bytes,
                  uint32_t needed_at);
-bool pin_is_waited_for(const pagert_pager *pager);
+bool pin_is_waited_for(const pagert_core *core);
 
-/* pager.c */
-void region_page_gone(pagert_pager *pager, uint32_t index);
+/* core.c */
+void region_page_gone(pagert_core *core, uint32_t index);
 
 /* access.c: ranges of regions */
-int region_pages(const pagert_pager *pager, pagert_region region, uint64_t offset_bytes,
+int region_pages(const pagert_core *core, pagert_region region, uint64_t offset_bytes,
                  uint64_t size_bytes, uint32_t *first_page, uint32_t *page_count);
-bool access_overwrites(const pagert_pager *pager, const pagert_access *access, uint32_t index);
+bool access_overwrites(const pagert_core *core, const pagert_access *access, uint32_t index);
 bool pin_covers(const pagert_pin *pin, uint32_t index);
-bool pin_overwrites(const pagert_pager *pager, const pagert_pin *pin, uint32_t index);
+bool pin_overwrites(const pagert_core *core, const pagert_pin *pin, uint32_t index);
 
 #endif
