@@ -157,3 +157,28 @@ def test_libcore_includes_no_system_header_that_does_something() -> None:
     for path in (CORE / "libcore").glob("*.[ch]"):
         system = {name for name in includes(path) if not (path.parent / name).exists()}
         assert system - harmless <= {"pagert/core.h"}, path.name
+
+
+def within(folder: str) -> dict[str, set[str]]:
+    """What each module of a folder imports from its own folder, in functions and for type checkers too."""
+    prefix = f"pagert.{folder}."
+    graph = {}
+    for path in (PACKAGE / folder).glob("*.py"):
+        module = module_of(path)
+        if path.stem != "__init__":  # which brings together what users see
+            graph[module] = {name for name in imported(module, path) if name.startswith(prefix)}
+    return graph
+
+
+@pytest.mark.parametrize("folder", ["tensor", "training", "trace", "simulation", "finetune", "engines"])
+def test_no_circle_of_imports_within_a_folder(folder: str) -> None:
+    graph = within(folder)
+    done: set[str] = set()
+    while left := {module for module in graph if module not in done}:
+        free = {module for module in left if graph[module] <= done}
+        assert free, f"these import each other in a circle: {sorted(left)}"
+        done |= free
+
+
+def test_the_test_for_circles_sees_imports_of_a_folder() -> None:
+    assert "pagert.tensor.copying" in within("tensor")["pagert.tensor.paged_tensor"]

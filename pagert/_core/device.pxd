@@ -9,7 +9,7 @@ from pagert._core.flash cimport CopyEngine, pagert_engine
 cdef uint32_t frames_of(Arena arena, uint64_t page_bytes) except? 0
 
 cdef class Fence:
-    cdef bint has_passed(self) noexcept
+    cpdef bint passed(self)
 
 cdef class Device:
     cdef readonly Arena arena        # the device tier's frames; its addresses outlive close()

@@ -6,7 +6,6 @@ from pagert._core.arena import Arena
 class Fence:
     """A point in the work that a device was given."""
 
-    @property
     def passed(self) -> bool:
         """Whether all that was asked of the device before is done. Does not block."""
 

@@ -101,6 +101,7 @@ cdef class Pump:
     cdef user *calls            # under way in some thread: close() waits for them
     cdef user *pins             # held, or on their way to be; the youngest first
     cdef uint64_t releases      # counts those that left `pins`
+    cdef list endings           # (fence, operation): pins that outlive their call
     cdef public list recorder   # where set: what operators need and regions that come and go, in order
     cdef uint64_t region_count  # regions so far: the number of the next one
 
@@ -108,6 +109,10 @@ cdef class Pump:
     cdef int close_tiers(self) except -1
     cdef void forget(self, held_pin *held) noexcept
     cdef void let_go(self, held_pin *held) noexcept
+    cdef void abandon(self, held_pin *held) noexcept
+    cdef int end_after(self, operation, held_pin *held, fence) except -1
+    cdef int wait_for_fences(self) except -1
+    cdef int end_passed(self) except -1
     cdef int enter(self) except -1
     cdef int own(self, Region region) except -1
     cdef int wait(self, str what, double *started, bint *warned) except -1

@@ -32,7 +32,7 @@ def test_the_pump_has_the_devices_arena_and_counts_its_frames() -> None:
 
 def test_a_fence_of_the_cpu_has_passed() -> None:
     device = make_device()
-    assert device.fence().passed
+    assert device.fence().passed()
     device.close()
 
 

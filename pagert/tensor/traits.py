@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the schema of an operator says about its operands, analysed once and kept.
 
-A plan holds everything that the hot path needs to know about an operator, so that a call looks at
-its operands only. It knows no tensor class and no pump.
+Traits hold everything that the hot path needs to know about an operator, so that a call looks at
+its operands only. They know no tensor class and no pump.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Kind", "Plan", "analyse"]
+from pagert._core.dispatcher import LIST, ROUTE, RUN, VIEW, Handling
+
+__all__ = ["Kind", "Traits", "analyse"]
 
 
 class Kind(enum.Enum):
@@ -33,41 +35,18 @@ class Kind(enum.Enum):
     REFUSED = "cannot run on pages"
 
 
-class Plan:
-    """What is known of one operator. Immutable once `route` is set by the dispatch."""
+class Traits(Handling):
+    """What is known of one operator: beside what every call needs, what its route does.
 
-    __slots__ = (
-        "argument_names",
-        "call",
-        "deferrable",
-        "gradients",
-        "kind",
-        "list_names",
-        "name",
-        "op",
-        "outs",
-        "overwrites",
-        "reason",
-        "route",
-        "short",
-        "whole",
-        "written",
-    )
+    Immutable once `route` is set by the dispatch.
+    """
 
     op: torch._ops.OpOverload
-    name: str
     kind: Kind
     argument_names: tuple[str, ...]
-    written: frozenset[int | str]  # arguments that the operator writes, by position and by name
-    gradients: int | None  # the argument that an optimizer's kernel writes only to unscale it
     outs: tuple[str, ...]  # keyword-only arguments that are written and returned: out=
-    overwrites: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None
     list_names: tuple[str, ...]  # arguments that hold one element for each index of a list operator
-    whole: bool  # it looks at the whole storage of its first operand, not only at its elements
     reason: str  # why the operator is refused, and the remedy
-    route: Callable[..., Any]
-    call: Callable[..., Any]  # the operator below its Python wrapper
-    short: str | None  # the short way that its calls may take: "dense", "list", "view"
     deferrable: bool  # an optimizer's kernel: an index of its lists may run later, and in ranges
 
 
@@ -207,50 +186,49 @@ def _kind(op: torch._ops.OpOverload, base: str, outs: tuple[str, ...]) -> Kind:
     return Kind.DENSE
 
 
-def _short_way(plan: Plan) -> str | None:
-    if plan.kind is Kind.VIEW:
-        return "view"
-    if plan.overwrites is not None or plan.whole:
-        return None
-    if plan.kind is Kind.LIST:
-        # New tensors of a list are paged, and that is not simple.
-        return None if plan.op._schema.returns else "list"
-    return "dense" if plan.kind is Kind.DENSE else None
+def _way(traits: Traits) -> int:
+    if traits.kind is Kind.VIEW:
+        return VIEW
+    if traits.kind is Kind.LIST:
+        # New tensors of a list are paged, which is the route's matter.
+        return ROUTE if traits.op._schema.returns else LIST
+    return RUN if traits.kind is Kind.DENSE else ROUTE
 
 
-def analyse(op: torch._ops.OpOverload) -> Plan:
-    """Build the plan of an operator from its schema."""
+def analyse(op: torch._ops.OpOverload) -> Traits:
+    """Find the traits of an operator in its schema."""
     schema = op._schema
-    plan = Plan()
-    plan.op = op
+    traits = Traits()
+    traits.op = op
     base = schema.name.rpartition("::")[2]
-    plan.name = str(op)
-    plan.argument_names = tuple(argument.name for argument in schema.arguments)
+    traits.name = str(op)
+    traits.argument_names = tuple(argument.name for argument in schema.arguments)
     written: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
         if argument.name in _SILENTLY_WRITTEN or (
             argument.alias_info is not None and argument.alias_info.is_write
         ):
             written.update((position, argument.name))
-    plan.written = frozenset(written)
-    plan.outs = tuple(
+    traits.written = frozenset(written)
+    traits.outs = tuple(
         argument.name
         for argument in schema.arguments
         if argument.kwarg_only and argument.name in written
     )
-    plan.gradients = None
-    if base.startswith("_fused_") and "grads" in plan.argument_names:
-        plan.gradients = plan.argument_names.index("grads")
-    plan.kind = _kind(op, base, plan.outs)
-    plan.overwrites = _overwrites(op, base) if op.namespace == "aten" else None
-    plan.list_names = ()
-    if plan.kind is Kind.LIST:
-        plan.list_names = tuple(
+    traits.gradients = None
+    if base.startswith("_fused_") and "grads" in traits.argument_names:
+        traits.gradients = traits.argument_names.index("grads")
+    traits.kind = _kind(op, base, traits.outs)
+    traits.overwrites = _overwrites(op, base) if op.namespace == "aten" else None
+    traits.list_names = ()
+    if traits.kind is Kind.LIST:
+        traits.list_names = tuple(
             argument.name for argument in schema.arguments if _is_list(argument)
         )
-    plan.whole = op.namespace == "aten" and base in _WHOLE_STORAGE
-    plan.reason = _REFUSED.get(base, "")
-    plan.call = op._op
-    plan.short = _short_way(plan)
-    plan.deferrable = plan.kind is Kind.LIST and base in _DEFERRABLE
-    return plan
+    traits.whole = op.namespace == "aten" and base in _WHOLE_STORAGE
+    traits.reason = _REFUSED.get(base, "")
+    traits.call = op._op
+    traits.way = _way(traits)
+    traits.route = None
+    traits.deferrable = traits.kind is Kind.LIST and base in _DEFERRABLE
+    return traits
