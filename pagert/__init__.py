@@ -69,7 +69,7 @@ def get_include() -> str:
     Examples
     --------
     >>> import os, pagert
-    >>> os.path.isfile(os.path.join(pagert.get_include(), "pagert", "pager.h"))
+    >>> os.path.isfile(os.path.join(pagert.get_include(), "pagert", "core.h"))
     True
     """
     package = os.path.dirname(os.path.abspath(__file__))

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from pagert._core.device import CpuDevice
 from pagert._core.operation import Turn
 from pagert._core.pump import Pump
 from pagert.config import Config
@@ -110,14 +111,16 @@ class Runtime:
                 direct=config.direct,
             )
         self.pump = Pump(
+            CpuDevice(
+                device_bytes=config.device_bytes,
+                host_bytes=config.host_bytes,
+                copy_threads=config.copy_threads,
+            ),
             page_bytes=config.page_bytes,
             page_count=config.page_count,
-            device_frames=config.device_frames,
-            host_frames=config.host_frames,
             flash=flash,
             policy=config.policy,
             transfer_pages_max=config.transfer_pages_max,
-            copy_threads=config.copy_threads,
             warn_seconds=config.warn_seconds,
             deadline_seconds=config.deadline_seconds,
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["Stats", "TierStats"]
 
-# Links in the order of the core's list, see include/pagert/pager.h.
+# Links in the order of the core's list, see include/pagert/core.h.
 _FILL = 0
 _MOVE = 1
 _HOST_TO_DEVICE = 2

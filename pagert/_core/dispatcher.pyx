@@ -12,7 +12,7 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t
 
 from pagert._core.operation cimport Footprint, Operation, begin, footprint_of, geometry_of
-from pagert._core.pager cimport PAGERT_OVERWRITE, PAGERT_READ, PAGERT_UPDATE
+from pagert._core.core cimport PAGERT_OVERWRITE, PAGERT_READ, PAGERT_UPDATE
 
 import torch
 

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport uint64_t, uintptr_t
 
-from pagert._core.pager cimport pagert_access
+from pagert._core.core cimport pagert_access
 from pagert._core.pump cimport Pump, Region, held_pin
 
 cdef enum:

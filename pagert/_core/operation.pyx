@@ -12,7 +12,7 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from pagert._core.pager cimport PAGERT_OVERWRITE, PAGERT_UPDATE, pagert_access
+from pagert._core.core cimport PAGERT_OVERWRITE, PAGERT_UPDATE, pagert_access
 from pagert._core.pump cimport Pump, Region, held_pin
 from pagert._core.users cimport link, unlink, user
 

@@ -10,28 +10,44 @@ from errno import EBADMSG, EINVAL, ENOMEM
 import torch
 
 from pagert._core.arena import format_size
-from pagert.config import format_bytes
+from pagert._core.core import E_PAGES, E_STALE, E_STATE
 from pagert.errors import (
     ConfigurationError,
     ForeignTensor,
     OutOfFrames,
+    PagertError,
     TierFull,
     TransferError,
     UnsupportedOperator,
 )
 from pagert.geometry import describe
+from pagert.sizes import format_bytes
 
 __all__ = [
+    "LINKS",
     "another_pager",
     "cannot_open",
     "foreign_alias",
     "hidden_alias",
     "operands_do_not_fit",
     "out_of_frames",
+    "refused",
     "tier_full",
     "transfer_failed",
     "waiting",
 ]
+
+LINKS = (
+    "fill of a zero page",
+    "move within the device tier",
+    "copy from host to device",
+    "read from flash to device",
+    "read from flash to host",
+    "copy from device to host",
+    "write from device to flash",
+    "write from host to flash",
+)
+"""What a transfer on each link of the core is."""
 
 _MODE_NAMES = ("read", "update", "overwrite")
 
@@ -56,6 +72,17 @@ def cannot_open(
         f"the pump cannot start: {os.strerror(number)}; raise the limit for threads (ulimit -u) "
         "or for open files (ulimit -n)",
     )
+
+
+def refused(code: int, reserved_pages: int) -> Exception:
+    """Return the error of a call that the core refuses without anything being wrong with a tier."""
+    if code == E_PAGES:
+        return PagertError(f"the virtual address space is full: {reserved_pages} pages are reserved; delete tensors")
+    if code == E_STALE:
+        return PagertError("the region was released")
+    if code == E_STATE:
+        return PagertError("an operator holds these pages; leave resident() first")
+    return ValueError(f"the core refused the call: code {code}")
 
 
 def out_of_frames(needed_frames: int, unpinned_frames: int, capacity_frames: int, page_bytes: int) -> OutOfFrames:

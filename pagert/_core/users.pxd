@@ -47,3 +47,20 @@ cdef inline bint others_hold(user *pins) noexcept:
                 return True
         one = one.older
     return False
+
+
+cdef inline bint any_is_ready(user *pins) noexcept:
+    """Whether one of the pins is held, by a thread that goes on to use it."""
+    cdef user *one = pins
+    while one and not one.ready:
+        one = one.older
+    return one != NULL
+
+
+cdef inline bint mine_is_among(user *calls) noexcept:
+    """Whether one of the calls is of this thread."""
+    cdef unsigned long me = PyThread_get_thread_ident()
+    cdef user *one = calls
+    while one and one.thread != me:
+        one = one.older
+    return one != NULL
