@@ -24,7 +24,7 @@ from pagert.tensor import gradients
 from pagert.tensor.paged_tensor import PagedTensor
 
 from .update import check_optimizer, update
-from .used_gradient import UsedGradient
+from .used_gradient import ONE_GRADIENT, UsedGradient
 
 if TYPE_CHECKING:
     from pagert.runtime import Runtime
@@ -64,6 +64,8 @@ class Stepping:
         self._final = False
         self._updating: torch.Tensor | None = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._groups: _Groups = {}
+        self._settings: list[dict[str, Any]] = []
         self._begin_step()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -136,12 +138,12 @@ class Stepping:
         """Take a gradient that autograd has just accumulated: update with it, or keep it."""
         gradient = parameter.grad
         if type(gradient) is UsedGradient:
-            parameter.grad = gradient = gradient.take()
+            parameter.grad = gradient = gradient.take_sum()
         if id(parameter) in self._updated:
             self._broken = True
             self._fail(
                 f"a parameter {describe(parameter)} got another gradient in the step in which it was updated: "
-                f"{_why_again()}"
+                f"{ONE_GRADIENT}"
             )
         optimizer = self._optimizer()
         group: dict[str, Any] | None = None
@@ -180,7 +182,7 @@ class Stepping:
         if self._updated:
             self._broken = True
             self._fail(
-                f"a backward pass in a step that has updated {len(self._updated)} parameters: {_why_again()}"
+                f"a backward pass in a step that has updated {len(self._updated)} parameters: {ONE_GRADIENT}"
             )
         # One that broke off before it had updated anything does not count: optimizer.step() does what is left.
         self._task = task
@@ -242,8 +244,8 @@ class Stepping:
         if id(parameter) in self._updated:
             if gradient is not None and type(gradient) is not UsedGradient:
                 self._fail(
-                    f"a parameter {describe(parameter)} was updated in the backward pass and was given another gradient "
-                    "since"
+                    f"a parameter {describe(parameter)} was updated in the backward pass and was given another "
+                    "gradient since"
                 )
         elif type(gradient) is UsedGradient and not gradient.zeroed:
             self._fail(
@@ -278,8 +280,8 @@ class Stepping:
         self._updated: dict[int, torch.Tensor] = {}
         self._nested: set[int] = set()  # parameters that a pass within a pass gave a gradient
         self._broken = False
-        self._groups: _Groups = {}
-        self._settings: list[dict[str, Any]] = []
+        self._groups.clear()
+        self._settings.clear()
         self._updating = None
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -388,11 +390,3 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return one is other or bool(one == other)
-
-
-def _why_again() -> str:
-    return (
-        "call optimizer.step() after each backward pass; for several in a step give accumulate=, or run all but the "
-        "last in `with stepping.accumulating():`; a parameter that torch.utils.checkpoint(use_reentrant=True) uses "
-        "again needs use_reentrant=False"
-    )

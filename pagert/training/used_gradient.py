@@ -13,10 +13,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from pagert.errors import UnsupportedOperator
+from pagert.errors import StepError, UnsupportedOperator
 from pagert.geometry import describe
 
-__all__ = ["UsedGradient"]
+__all__ = ["ONE_GRADIENT", "UsedGradient"]
+
+ONE_GRADIENT = (
+    "call optimizer.step() and zero_grad() after each backward pass; for several in a step give accumulate=, or run "
+    "all but the last in `with stepping.accumulating():`; a parameter that torch.utils.checkpoint(use_reentrant=True) "
+    "uses again needs use_reentrant=False"
+)
 
 _aten = torch.ops.aten
 
@@ -49,13 +55,13 @@ class UsedGradient(torch.Tensor):
         """Whether it was set to zero since its gradient was used."""
         return self._zeroed
 
-    def take(self) -> torch.Tensor | None:
+    def take_sum(self) -> torch.Tensor | None:
         """Take what a backward pass has added to it since it was set to zero."""
         value, self._value = self._value, None
         return value
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         operator: Any,
         types: Sequence[type],
@@ -74,16 +80,19 @@ class UsedGradient(torch.Tensor):
             # What autograd does where a gradient is there already. Zero is added as it would be to a plain gradient
             # that was set to zero: a negative zero becomes a positive one.
             used, gradient = args
-            if type(used) is cls and used._zeroed and type(gradient) is not cls:
-                total = (gradient if used._value is None else used._value) + (
-                    0 if used._value is None else gradient
-                )
-                if operator is _aten.add.Tensor:
-                    return total
-                used._value = total
-                return used
-        used = next((one for one in _flat(args) if type(one) is cls), None)
-        _refuse(str(operator), used)
+            if type(used) is cls and type(gradient) is not cls:
+                if used._zeroed:
+                    total = gradient + 0 if used._value is None else used._value + gradient
+                    if operator is _aten.add.Tensor:
+                        return total
+                    used._value = total
+                    return used
+                if torch._C._current_graph_task_id() != -1:
+                    raise StepError(
+                        f"step_in_backward: a parameter {describe(used)} got another gradient, and its last one was "
+                        f"used and freed in a backward pass: {ONE_GRADIENT}"
+                    )
+        return _refuse(str(operator), next((one for one in _flat(args) if type(one) is cls), None))
 
     def _set_to_zero(self) -> UsedGradient:
         self._zeroed = True
@@ -135,7 +144,6 @@ def _refuse(what: str, used: torch.Tensor | None) -> NoReturn:
     of = "" if used is None else f" of a parameter {describe(used)}"
     raise UnsupportedOperator(
         f"{what} needs the gradient{of}, which step_in_backward has used and freed within the backward pass. "
-        "If it comes from a backward pass: call zero_grad() after each optimizer.step(). What needs all gradients "
-        "at once (clip_grad_norm_, GradScaler, a norm to print) cannot go with it: call remove() on what "
-        "step_in_backward returned, and step after the backward pass"
+        "What needs all gradients at once (clip_grad_norm_, GradScaler, a norm to print) cannot go with it: call "
+        "remove() on what step_in_backward returned, and step after the backward pass"
     )
