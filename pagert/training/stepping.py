@@ -66,6 +66,7 @@ class Stepping:
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._groups: _Groups = {}
         self._settings: list[dict[str, Any]] = []
+        self._known: set[int] = set()  # parameters that had state before this step
         self._begin_step()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -190,6 +191,7 @@ class Stepping:
         if self._final:
             self._groups = _alone_in_their_bytes(optimizer)
             self._settings = _settings(optimizer)
+            self._known = {id(parameter) for parameter in optimizer.state}
         engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         engine.queue_callback(self._end_pass)
 
@@ -263,6 +265,8 @@ class Stepping:
                 parameter.grad = gradient
         self._hidden.clear()
         self._in_step = False
+        if self._updated:
+            _order_new(optimizer, self._known)
         self._begin_step()
         self._follow(optimizer)
 
@@ -373,6 +377,16 @@ def _is_nested() -> bool:
         count += frame.f_code is engine
         frame = frame.f_back  # type: ignore[assignment]
     return count > 1
+
+
+def _order_new(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
+    """Put state that is new in the order of the parameters, as a step after the backward pass makes it."""
+    if len(optimizer.state) == len(known):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state and id(parameter) not in known:
+                optimizer.state[parameter] = optimizer.state.pop(parameter)
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
