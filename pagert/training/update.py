@@ -78,6 +78,7 @@ def update(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: P
     """
     state: dict[str, Any] = optimizer.state.get(parameter, {})
     known = set(state)
+    version = parameter._version
     with torch.no_grad():
         if _needs_ranges(optimizer, parameter, state):
             _update_ranges(optimizer, group, parameter, state)
@@ -86,6 +87,9 @@ def update(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: P
         else:
             _step(optimizer, group, parameter, optimizer.state)
             state = optimizer.state.get(parameter, {})
+    if parameter._version == version:
+        # Fused kernels do not say that they have written. A graph that has saved the parameter must hear of it.
+        torch.autograd.graph.increment_version(parameter)
     for name in state.keys() - known:
         value = state[name]
         # Made from the plain gradient, which would have been paged.

@@ -138,7 +138,7 @@ def test_paged_run_compares_equal_to_the_unpaged_one(words, paging, tmp_path, ca
     assert report["stats"]["flash_written_bytes"] > 0
 
 
-@pytest.mark.parametrize("option", ["--accumulate=2", "--optimizer=sgd", "--step-after-backward"])
+@pytest.mark.parametrize("option", ["--accumulate=2", "--step-after-backward"])
 def test_paged_run_compares_equal_with(option, words, paging, tmp_path, capfd) -> None:
     report = run_json([*words, *paging, option, "--compare"], tmp_path / "report.json")
     assert report["comparison"]["bitwise_equal"] is True

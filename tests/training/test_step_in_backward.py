@@ -1,70 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps in the backward pass: bitwise those after it, whatever the loop does, or refused by name."""
+"""Steps in the backward pass: bitwise those after it, whatever the loop does."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import io
-import sys
 import weakref
 
 import pytest
 import torch
-from pagers import MIB, REAL
+from backward_steps import (
+    LEAST,
+    SOME,
+    adamw,
+    build,
+    check_loop,
+    check_same,
+    loss_of,
+    simply,
+    values,
+)
+from pagers import MIB, REAL, check_idle
+from pagers import open_pager as open_set_up
 from stepping import open_pager, plain, same
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
-from pagert.errors import ConfigurationError, StepError, UnsupportedOperator
 from pagert.tensor import PagedTensor
 from pagert.training.stepping import Stepping
 from pagert.training.used_gradient import UsedGradient
 
-pytestmark = pytest.mark.skipif(not REAL, reason="the fake runtime has no regions that are shared")
-
-WIDTH = 48
-SOME = 128 * 4096
-LEAST = 26 * 4096  # an eighth of the weights and their gradients alone
-
-
-class Model(nn.Module):
-    """Tied, shared, frozen, unused and small parameters, and some that take most of the smallest device below."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(40, WIDTH)
-        self.body = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.wide = nn.ModuleList(nn.Linear(WIDTH, 333) for _ in range(3))  # the last page is not full
-        self.narrow = nn.ModuleList(nn.Linear(333, WIDTH) for _ in range(3))
-        self.norm = nn.LayerNorm(WIDTH)  # small ones stay plain
-        self.sometimes = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 40, bias=False)
-        self.head.weight = self.embed.weight
-        self.body[1].requires_grad_(False)
-
-    def forward(self, tokens, sometimes=True, around=lambda part, x: part(x)):
-        x = self.embed(tokens)
-        for layer in [*self.body, self.body[0]]:
-            x = x + torch.tanh(around(layer, x))
-        for wide, narrow in zip(self.wide, self.narrow):
-            x = x + around(lambda y, wide=wide, narrow=narrow: narrow(torch.tanh(wide(y))), x)
-        if sometimes:
-            x = x + self.sometimes(x)
-        return self.head(self.norm(x))
-
-
-def loss_of(model, seed, **options):
-    torch.manual_seed(1000 + seed)
-    tokens = torch.randint(40, (2, 9))
-    out = model(tokens, **options)
-    return nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def adamw(parameters, **options):
-    return torch.optim.AdamW(parameters, **{"lr": 0.01, "fused": True, **options})
+pytestmark = pytest.mark.skipif(not REAL, reason="the core's extension modules are not built")
 
 
 @pytest.fixture
@@ -72,48 +40,6 @@ def pager():
     with open_pager(device_bytes=SOME) as pager:
         yield pager
         assert pager.pump.check() == 0 and pager.stats().held_bytes == 0
-
-
-def build(pager=None):
-    torch.manual_seed(0)
-    model = Model()
-    return model if pager is None else pager.page_(model, min_bytes=1024)
-
-
-def values(model, optimizer):
-    found = {name: plain(parameter) for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                found[f"{name}.{key}"] = plain(value)
-    return found
-
-
-def check_same(one, other):
-    assert one.keys() == other.keys()
-    assert [name for name in one if not same(one[name], other[name])] == []
-
-
-def run(pager, loop, make=adamw, **options):
-    """Call `loop` with a model, its optimizer and its stepping; return all that it left."""
-    model = build(pager)
-    optimizer = make(model.parameters())
-    stepping = Nothing() if pager is None else pager.step_in_backward(optimizer, **options)
-    losses = loop(model, optimizer, stepping)
-    found = values(model, optimizer)
-    found["losses"] = torch.tensor(losses)
-    return found
-
-
-class Nothing:
-    """In the place of a stepping, for the run without one."""
-
-    def accumulating(self):
-        return contextlib.nullcontext()
-
-
-def check_loop(pager, loop, make=adamw, **options):
-    check_same(run(None, loop, make), run(pager, loop, make, **options))
 
 
 # Optimizers.
@@ -140,17 +66,6 @@ def ten_steps(model, optimizer, stepping):
     return losses
 
 
-def simply(model, optimizer, stepping, steps=3, **options):
-    losses = []
-    for seed in range(steps):
-        loss = loss_of(model, seed, **options)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ten_steps_of_any_optimizer_are_bitwise_those_after_the_backward_pass(name):
     kind, options = OPTIMIZERS[name]
@@ -162,6 +77,28 @@ def test_ten_steps_of_any_optimizer_are_bitwise_those_after_the_backward_pass(na
     with open_pager(device_bytes=LEAST) as pager:
         check_loop(pager, ten_steps, make)
         assert pager.stats().evictions > 0 and pager.pump.check() == 0
+
+
+@pytest.mark.parametrize("kind", [adamw, torch.optim.Adafactor, torch.optim.RAdam])
+def test_no_stale_view_is_kept_from_one_update_to_the_next(kind):
+    pager = open_set_up("fake", LEAST, 4096)  # evicts at every unpin, and poisons what it leaves
+    check_loop(pager, simply, kind)
+    check_idle(pager)
+
+
+@pytest.mark.parametrize("device_bytes", [LEAST, 8 * SOME])  # in ranges, and in one piece
+def test_an_update_moves_the_version_of_its_parameter(device_bytes):
+    with open_pager(device_bytes=device_bytes) as pager:
+        model = build(pager)
+        pager.step_in_backward(adamw(model.parameters()))  # nobody holds the optimizer: no step
+        version = model.wide[0].weight._version
+        loss_of(model, 0).backward()
+        assert model.wide[0].weight._version == version
+        model.zero_grad()
+        optimizer = adamw(model.parameters())
+        pager.step_in_backward(optimizer)
+        loss_of(model, 0).backward()
+        assert model.wide[0].weight._version > version
 
 
 def test_muon_is_bitwise_the_steps_after_the_backward_pass(pager):
@@ -582,259 +519,6 @@ def test_the_optimizer_and_its_parameters_are_freed_by_counting(pager):
     stepping.remove()
 
 
-# What is refused.
-
-
-@pytest.fixture
-def trained(pager):
-    """A model, its optimizer and its stepping, before the first step."""
-    model = build(pager)
-    optimizer = adamw(model.parameters())
-    return model, optimizer, pager.step_in_backward(optimizer)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: torch.optim.LBFGS(p), "LBFGS.*all gradients"),
-        (lambda p: torch.optim.SparseAdam(p), "SparseAdam.*sparse gradients"),
-        (lambda p: torch.optim.Adam(p, differentiable=True), "differentiable=True"),
-        (lambda p: Counting(p), "Counting.*independent=True"),
-    ],
-)
-def test_optimizers_that_cannot_are_refused_by_name(pager, make, message):
-    with pytest.raises(UnsupportedOperator, match=message):
-        pager.step_in_backward(make(build(pager).parameters()))
-
-
-class Counting(torch.optim.Optimizer):
-    """One from elsewhere, which may count its steps in its group."""
-
-    def __init__(self, parameters, counts=False):
-        super().__init__(parameters, {"lr": 0.1, "steps": 0})
-        self.counts = counts
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["steps"] += self.counts
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"])
-
-
-def test_an_independent_optimizer_from_elsewhere_is_bitwise_the_steps_after(pager):
-    check_loop(pager, simply, Counting, independent=True)
-
-
-def test_an_optimizer_that_shares_a_count_is_found_out(pager):
-    model = build(pager)
-    pager.step_in_backward(Counting(model.parameters(), counts=True), independent=True).remove()
-    optimizer = Counting(model.parameters(), counts=True)
-    pager.step_in_backward(optimizer, independent=True)
-    with pytest.raises(StepError, match=r"group\['steps'\].*each parameter by itself"):
-        loss_of(model, 0).backward()
-
-
-@pytest.mark.parametrize("accumulate", [0, -1, 1.0, True, None])
-def test_a_wrong_number_of_passes_is_refused(pager, accumulate):
-    with pytest.raises(ConfigurationError, match="accumulate="):
-        pager.step_in_backward(adamw(build(pager).parameters()), accumulate=accumulate)
-
-
-def test_stepping_twice_over_one_parameter_is_refused(pager, trained):
-    with pytest.raises(ConfigurationError, match=r"already; call remove\(\)"):
-        pager.step_in_backward(torch.optim.SGD(trained[0].parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True),
-        lambda model, optimizer: nn.utils.clip_grad_value_(model.parameters(), 1.0),
-        lambda model, optimizer: nn.utils.get_total_norm([p.grad for p in model.parameters() if p.requires_grad]),
-        lambda model, optimizer: model.body[0].weight.grad.norm(),
-        lambda model, optimizer: model.body[0].weight.grad.clone(),
-        lambda model, optimizer: model.body[0].weight.grad.copy_(torch.ones(WIDTH, WIDTH)),
-        lambda model, optimizer: model.body[0].weight.add_(model.body[0].weight.grad),
-        lambda model, optimizer: model.body[0].weight.grad.tolist(),
-        lambda model, optimizer: model.body[0].weight.grad.numpy(),
-        lambda model, optimizer: model.body[0].weight.grad.data_ptr(),
-        lambda model, optimizer: torch.save(model.body[0].weight.grad, io.BytesIO()),
-        lambda model, optimizer: torch.nn.utils.parameters_to_vector([model.body[0].weight.grad]),
-    ],
-)
-@pytest.mark.parametrize("after_the_step", [False, True])
-def test_whoever_reads_a_used_gradient_is_refused_by_name(trained, look, after_the_step):
-    model, optimizer, _ = trained
-    loss_of(model, 0).backward()
-    if after_the_step:
-        optimizer.step()
-    with pytest.raises(UnsupportedOperator, match=r"step_in_backward has used.*clip_grad_norm_"):
-        with torch.no_grad():
-            look(model, optimizer)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_gradient_scaling_is_refused_by_name_and_works_switched_off(pager, fused):
-    model = build(pager)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    stepping = pager.step_in_backward(optimizer)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    scaler.scale(loss_of(model, 0)).backward()
-    scaler.step(optimizer)
-    optimizer.zero_grad()
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(model, 0)).backward()
-    with pytest.raises(UnsupportedOperator, match="GradScaler"):
-        scaler.step(optimizer)
-    stepping.abandon()
-
-
-def test_a_backward_pass_without_a_step_before_it_is_refused_by_name(trained):
-    model, optimizer, stepping = trained
-    loss_of(model, 0).backward()
-    optimizer.zero_grad()
-    before = values(model, optimizer)
-    with pytest.raises(StepError, match=r"call optimizer.step\(\) and zero_grad\(\) after each"):
-        loss_of(model, 1).backward()
-    check_same(before, values(model, optimizer))
-    with pytest.raises(StepError, match=r"abandon\(\)"):
-        optimizer.step()
-    stepping.abandon()
-    simply(model, optimizer, None, steps=1)
-
-
-def test_a_step_without_zero_grad_before_it_is_refused_by_name(trained):
-    model, optimizer, _ = trained
-    loss_of(model, 0).backward()
-    optimizer.step()
-    with pytest.raises(StepError, match=r"zero_grad\(\)"):
-        loss_of(model, 1).backward()
-
-
-def test_a_second_step_for_one_gradient_is_refused_by_name(trained):
-    model, optimizer, _ = trained
-    loss_of(model, 0).backward()
-    optimizer.step()
-    with pytest.raises(StepError, match="without a new gradient"):
-        optimizer.step()
-
-
-def test_settings_that_change_before_the_step_are_refused_by_name(trained):
-    model, optimizer, _ = trained
-    loss_of(model, 0).backward()
-    optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(StepError, match=r"lr of group 0 changed.*before backward"):
-        optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.01
-    optimizer.step()
-
-
-def test_a_gradient_given_after_the_update_is_refused_by_name(trained):
-    model, optimizer, _ = trained
-    loss_of(model, 0).backward()
-    model.body[0].weight.grad = torch.ones(WIDTH, WIDTH)
-    with pytest.raises(StepError, match="given another gradient"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize(
-    "use", [lambda o: o.state_dict(), lambda o: o.load_state_dict(adamw(build().parameters()).state_dict())]
-)
-def test_state_within_a_step_is_refused_by_name(trained, use):
-    model, optimizer, stepping = trained
-    loss_of(model, 0).backward()
-    with pytest.raises(StepError, match="state is saved or loaded"):
-        use(optimizer)
-    with pytest.raises(StepError, match=r"remove\(\) with"):
-        stepping.remove()
-    optimizer.step()
-    use(optimizer)
-
-
-def test_a_graph_that_is_used_again_after_the_update_is_pytorchs_own_error(trained):
-    model, _, _ = trained
-    loss = loss_of(model, 0)
-    loss.backward(retain_graph=True)
-    with pytest.raises((RuntimeError, StepError), match=r"modified by an inplace|each backward pass"):
-        loss.backward()
-
-
-def test_a_parameter_used_within_and_without_a_pass_is_refused_by_name(pager):
-    torch.manual_seed(0)
-    layer = pager.page_(nn.Linear(64, 64), min_bytes=0)
-    optimizer = adamw(layer.parameters())
-    pager.step_in_backward(optimizer)
-    inner = checkpoint(layer, torch.ones(2, 64, requires_grad=True), use_reentrant=True)
-    with pytest.raises(StepError, match="use_reentrant=False"):
-        layer(inner).sum().backward()
-    with pytest.raises(StepError, match=r"abandon\(\)"):
-        optimizer.step()
-
-
-class Failing(torch.autograd.Function):
-    """Fails in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x, error):
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ctx.error
-
-
-@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
-def test_half_a_step_is_not_gone_on_with_until_the_user_says_so(trained, error):
-    model, optimizer, stepping = trained
-    before = {name: plain(one) for name, one in model.named_parameters()}
-
-    def around(part, x):
-        return part(x if part is not model.body[0] else Failing.apply(x, error))
-
-    with pytest.raises(type(error)):
-        loss_of(model, 0, around=around).backward()
-    changed = [name for name, one in model.named_parameters() if not same(one, before[name])]
-    assert "sometimes.weight" in changed and "embed.weight" not in changed
-    after = values(model, optimizer)
-    for go_on in (optimizer.step, lambda: loss_of(model, 1).backward(), optimizer.step):
-        with pytest.raises(StepError, match=r"broke off.*abandon\(\)"):
-            go_on()
-    check_same(after, values(model, optimizer))  # nothing was done on top
-    stepping.abandon()
-    assert all(one.grad is None for one in model.parameters())
-    simply(model, optimizer, None, steps=2)
-
-
-def test_a_pass_that_fails_before_any_update_may_be_repeated(pager):
-    def loop(model, optimizer, stepping):
-        with pytest.raises(ValueError):
-            Failing.apply(loss_of(model, 0), ValueError("no")).backward()
-        return simply(model, optimizer, stepping)
-
-    check_loop(pager, loop)
-
-
-def test_a_step_that_fails_is_not_gone_on_with(trained, monkeypatch):
-    model, optimizer, stepping = trained
-    loss_of(model, 0).backward()
-
-    def fail(*arguments, **options):
-        raise ValueError("no")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(sys.modules["torch.optim.adam"], "adam", fail)
-        with pytest.raises(ValueError):
-            optimizer.step()
-    with pytest.raises(StepError, match=r"broke off.*abandon\(\)"):
-        optimizer.step()
-    stepping.abandon()
-    simply(model, optimizer, None, steps=1)
-
-
 def test_micro_batches_that_are_fewer_than_said_are_completed_by_the_step(pager):
     check_loop(pager, accumulating(2), accumulate=5)
 
@@ -877,11 +561,3 @@ def test_other_layouts_and_dtypes_are_bitwise_the_steps_after(dtype):
             state = [(k, v.stride()) for kinds in optimizer.state.values() for k, v in kinds.items()]
             found[-1]["state"] = torch.tensor([*repr(state).encode()])
     check_same(*found)
-
-
-def test_a_used_gradient_says_what_it_is(trained):
-    model, _, _ = trained
-    loss_of(model, 0).backward()
-    gradient = model.body[0].weight.grad
-    assert (gradient.shape, gradient.dtype) == ((WIDTH, WIDTH), torch.float32)
-    assert "UsedGradient" in repr(gradient) and type(copy.deepcopy(gradient)) is UsedGradient
