@@ -10,6 +10,7 @@ __all__ = [
     "OutOfFrames",
     "PagerClosed",
     "PagertError",
+    "StepError",
     "TierFull",
     "TraceError",
     "TransferError",
@@ -68,6 +69,10 @@ class UnsupportedTensor(PagertError, TypeError):
 
 class UnsupportedOperator(PagertError, NotImplementedError):
     """An operator that cannot run on paged tensors without risk of a stale or partial copy."""
+
+
+class StepError(PagertError, RuntimeError):
+    """A step that runs in the backward pass cannot go on: half of it is done, or its rules were broken."""
 
 
 class ForeignTensor(PagertError, ValueError):

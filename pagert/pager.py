@@ -16,6 +16,7 @@ from .tensor.paged_tensor import PagedTensor, check_wrappable
 from .trace import Trace
 from .trace.recording import record
 from .training import modules
+from .training.stepping import Stepping
 
 __all__ = ["Pager"]
 
@@ -156,6 +157,56 @@ class Pager(Runtime):
         self._check_open("pager.unpage_")
         modules.unpage_module(self, module)
         return module
+
+    def step_in_backward(
+        self, optimizer: torch.optim.Optimizer, *, accumulate: int = 1, independent: bool = False
+    ) -> Stepping:
+        """Update each paged parameter within the backward pass, as soon as its gradient is complete.
+
+        Gradients then never become pages, and the optimizer's state moves behind the backward pass. The numbers are
+        those of stepping after it, bit for bit. The training loop stays as it is: `optimizer.step()` updates what is
+        left (parameters that are not paged, and gradients that autograd never completes for sure), counts as a step
+        for LR schedulers and runs the optimizer's hooks; `zero_grad()` must come between two steps.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            Any of torch.optim but LBFGS and SparseAdam. Its parameters may be paged before or after.
+        accumulate : int
+            Backward passes in a step. All but the last accumulate gradients, in pages.
+        independent : bool
+            Says of an optimizer from elsewhere that it updates a parameter with nothing but the parameter's own
+            gradient, state and group.
+
+        Returns
+        -------
+        Stepping
+            `remove()` ends it; `with stepping.accumulating():` is for backward passes that only accumulate;
+            `abandon()` begins a new step after one that broke off.
+
+        Raises
+        ------
+        UnsupportedOperator
+            The optimizer is LBFGS, SparseAdam, differentiable, or of an unknown kind. Later: something reads a
+            gradient that is gone (`clip_grad_norm_`, `GradScaler`).
+        StepError
+            Later, from `backward()` or `optimizer.step()`: the parts of a step come in an order that cannot give the
+            same numbers, or a step broke off in the middle.
+
+        Examples
+        --------
+        >>> import torch, pagert
+        >>> with pagert.Pager(device="cpu", device_bytes="1MiB", host_bytes="4MiB") as pager:
+        ...     model = pager.page_(torch.nn.Linear(64, 64), min_bytes=0)
+        ...     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        ...     stepping = pager.step_in_backward(optimizer)
+        ...     model(torch.ones(2, 64)).sum().backward()  # the weights are updated here
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     stepping.remove()
+        """
+        self._check_open("pager.step_in_backward")
+        return Stepping(self, optimizer, accumulate, independent)
 
     def trace(self, metadata: dict[str, Any] | None = None) -> AbstractContextManager[Trace]:
         """Record what operators need, and which regions come and go, inside a with block.

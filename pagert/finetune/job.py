@@ -189,6 +189,8 @@ def _run_steps(
     report.held_out_before = held_out_loss()
     view.line(f"held-out loss before: {report.held_out_before:.4f}")
     optimizer = make_optimizer(settings.optimizer, model, settings.lr)
+    if pager is not None and not settings.step_after_backward:
+        pager.step_in_backward(optimizer, accumulate=settings.accumulate)
     view.phase("training")
     with _counting(report, pager):
         for loss, seconds, tokens in train(
