@@ -8,6 +8,7 @@ cycle where an operator saves its result.
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,9 +125,8 @@ class Activations:
             self.stored_bytes += stored.pages.numel()
         else:
             return self._leave(tensor, told, alone=storage.nbytes() >= max(4 * size_bytes, self._min_bytes, 1))
-        watch = tensor.detach()
-        watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return Packed(stored.view(tensor), watch, told, stored, plain=size_bytes > self._limit_bytes)
+        plain = size_bytes > self._limit_bytes
+        return Packed(stored.view(tensor), _counter(tensor), told, stored, plain)
 
     def _is_pageable(self, tensor: torch.Tensor) -> bool:
         """Tell whether it is a plain tensor with bytes, on the device that computes, and no look at a parameter."""
@@ -148,13 +148,21 @@ class Activations:
         self.left_count += 1
         if tensor.layout is torch.strided:
             self.left_bytes += byte_range(tensor)[1]
-        if tensor.is_leaf and tensor.requires_grad:
-            return Packed(tensor, tensor, told)  # nothing that it holds leads back to a graph
-        kept = watch = tensor.detach()
         if alone:
-            kept = _apart(kept)
-            watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return Packed(kept, watch, told)
+            return Packed(_apart(tensor.detach()), _counter(tensor), told)
+        if tensor.is_leaf:
+            return Packed(tensor, tensor, told)  # nothing that it holds leads back to a graph
+        kept = tensor.detach()
+        if type(kept) is not type(tensor):
+            kept = kept.as_subclass(type(tensor))
+        return Packed(kept, kept, told)
+
+
+def _counter(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without memory that shares the version counter of another one."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
 
 
 def _tell(tensor: torch.Tensor) -> _Told:
@@ -165,12 +173,12 @@ def _tell(tensor: torch.Tensor) -> _Told:
 def _changed(packed: Packed) -> RuntimeError:
     """Return the error of PyTorch for a saved tensor that was changed in place."""
     kind, shape, node, output = packed.told
-    made = "" if node is None else f", which is output {output} of {node}"
+    made = "" if node is None else f", which is output {output} of {re.sub(r'Backward[0-9]*$', '', node)}"
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{kind} {list(shape)}]{made}, is at version {packed.watch._version}; expected version {packed.version} "
         "instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-        "torch.autograd.set_detect_anomaly(True)."
+        "torch.autograd.set_detect_anomaly(True, check_nan=False)."
     )
 
 

@@ -41,7 +41,9 @@ class Stored:
 
     __slots__ = ("__weakref__", "_address", "_root", "_storage", "_version", "end_bytes", "pages", "start_bytes")
 
-    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, start_bytes: int, pages: PagedTensor) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, start_bytes: int, pages: PagedTensor
+    ) -> None:
         # As long as this weak reference lives, no new storage can take the place of the old one in memory, and with
         # it the key under which `Saved` finds it.
         self._storage = StorageWeakRef(storage)
@@ -113,7 +115,8 @@ class Saved:
         try:
             pages = PagedTensor._page(runtime, source)
         except (TierFull, OutOfFrames) as error:
-            raise _no_room(tensor, error) from error
+            # Its frames hold the pages that were reserved, and whoever catches it may need their room.
+            raise _no_room(tensor, error) from error.with_traceback(None)
         stored = Stored(tensor, storage, start_bytes, pages)
         with self._lock:
             self.stored_bytes += end_bytes - start_bytes

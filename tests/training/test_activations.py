@@ -1,0 +1,699 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What autograd saves lies in pages: which tensors, how often, for how long, and with which errors."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from pagers import MIB, check_idle
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import pagert
+from pagert.errors import ConfigurationError, PagerClosed, TierFull
+from pagert.tensor import PagedTensor
+
+PAGE = 4096
+
+
+@pytest.fixture
+def pager():
+    """One real pager: what is stored does not depend on the tiers. Numbers are compared over all set-ups."""
+    with pagert.Pager(device="cpu", device_bytes=MIB, host_bytes=32 * MIB, page_bytes=PAGE) as pager:
+        yield pager
+        if not pager.closed:
+            check_idle(pager)
+
+
+def bits(tensor):
+    """The values as bytes: signs of zeros and NaNs count."""
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return tensor.dtype, tuple(tensor.shape), plain.flatten().view(torch.uint8).numpy().tobytes()
+
+
+def leaf(*size, dtype=torch.float32):
+    return torch.randn(size, dtype=dtype).requires_grad_()
+
+
+def held(pager):
+    return pager._saved.held_bytes if pager._saved is not None else 0
+
+
+def saved_by(node):
+    """What the saved tensors of a node come back as: names of attributes and tensors."""
+    return {
+        name: getattr(node, name)
+        for name in dir(node)
+        if name.startswith("_saved_") and isinstance(getattr(node, name), torch.Tensor)
+    }
+
+
+def attention():
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
+    return layer, torch.randn(2, 32, 64)
+
+
+def normed_first():
+    layer = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True, norm_first=True, activation="gelu")
+    return layer, torch.randn(2, 32, 64)
+
+
+def lstm():
+    return nn.LSTM(32, 32, 2, batch_first=True), torch.randn(4, 32, 32)
+
+
+def gru():
+    return nn.GRU(16, 16, bidirectional=True), torch.randn(16, 4, 16)
+
+
+def convolutions():
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Dropout2d(0.5), nn.AdaptiveAvgPool2d(3),
+    )  # fmt: skip
+    return net.to(memory_format=torch.channels_last), torch.randn(4, 3, 24, 24).to(memory_format=torch.channels_last)
+
+
+def perceptron():
+    net = nn.Sequential(
+        nn.Linear(32, 128), nn.Tanh(), nn.Dropout(0.3), nn.Linear(128, 128), nn.Softmax(-1), nn.LayerNorm(128),
+        nn.Hardswish(), nn.Linear(128, 64), nn.GLU(), nn.Softplus(), nn.PReLU(), nn.RMSNorm(32), nn.ELU(inplace=True),
+    )  # fmt: skip
+    return net, torch.randn(64, 32)
+
+
+class Language(nn.Module):
+    """An embedding, a layer, and a tied head with a loss over its logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(300, 32)
+        self.layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+
+    def forward(self, tokens):
+        hidden = self.layer(self.embedding(tokens))
+        logits = hidden @ self.embedding.weight.T
+        return cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def language():
+    return Language(), torch.randint(300, (2, 24))
+
+
+MODELS = [attention, normed_first, lstm, gru, convolutions, perceptron, language]
+
+
+def gradients(model, inputs, context, backward=None):
+    """Gradients of inputs and parameters of one pass, with the random numbers of one seed."""
+    model.zero_grad()
+    if inputs.is_floating_point():
+        inputs = inputs.clone().requires_grad_()
+    torch.manual_seed(1)
+    with context:
+        result = model(inputs)
+        result = result[0] if isinstance(result, tuple) else result
+        loss = result.square().sum()
+    (backward or torch.Tensor.backward)(loss)
+    found = [inputs.grad] if inputs.is_floating_point() else []
+    return [loss, *found, *(parameter.grad for parameter in model.parameters())]
+
+
+def nodes_of(tensor):
+    found, todo = set(), [tensor.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            todo.extend(parent for parent, _ in node.next_functions)
+    return found
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("paged", [False, True], ids=["plain", "paged"])
+def test_gradients_are_bitwise_those_of_plain_torch(make_pager, make, paged):
+    torch.manual_seed(0)
+    model, inputs = make()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    expected = [bits(value) for value in gradients(model, inputs, contextlib.nullcontext())]
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    pager = make_pager(device_bytes=MIB // 2)
+    if paged:
+        model.zero_grad()
+        pager.page_(model, min_bytes=1024)
+    context = pager.activations(min_bytes=1024)
+    assert [bits(value) for value in gradients(model, inputs, context)] == expected
+    assert context.stored_bytes > 8000
+    assert held(pager) == 0
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_what_flows_between_nodes_is_plain(pager, make):
+    torch.manual_seed(0)
+    model, inputs = make()
+    kinds = set()
+
+    def backward(loss):
+        for node in nodes_of(loss):
+            node.register_prehook(lambda gradients: kinds.update(map(type, gradients)))
+        loss.backward()
+
+    gradients(model, inputs, pager.activations(min_bytes=1024), backward)
+    assert torch.Tensor in kinds
+    assert PagedTensor not in kinds
+
+
+STEPS = [
+    lambda one, other: one * other,
+    lambda one, other: one.tanh(),
+    lambda one, other: one @ other.T / 24,
+    lambda one, other: torch.sigmoid(one) + other,
+    lambda one, other: one[:, ::2].repeat(1, 2) * other,
+    lambda one, other: one[:1].expand(24, 24) * other,
+    lambda one, other: torch.cat([one[:12], other[12:]]).exp().clamp(max=3),
+    lambda one, other: (one * 1.25).sin_().mul_(other),
+    lambda one, other: torch.where(one > 0, one, other * 2),
+    lambda one, other: nn.functional.dropout(one, 0.3) * one.detach(),
+    lambda one, other: one.softmax(-1) * other.view(-1).view(24, 24),
+    lambda one, other: one.t().contiguous().relu_() + one.cumsum(0) / 24,
+]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_programs_have_the_gradients_of_plain_torch(make_pager, seed):
+    """Chains of operators, views, in-place changes and repeated uses, the same with and without pages."""
+
+    print("seed", seed)
+
+    def run(context):
+        draw = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
+        inputs = [leaf(24, 24), leaf(24, 24), torch.randn(24, 24)]
+        values = [value * 1.5 for value in inputs]
+        choose = lambda count: int(torch.randint(count, (), generator=draw))  # noqa: E731
+        with context:
+            for _ in range(30):
+                one, other = values[choose(len(values))], values[choose(len(values))]
+                step = STEPS[choose(len(STEPS))]
+                values.append(step(one, other).clamp(-4, 4))
+            loss = sum(value.sum() for value in values[-6:])
+        loss.backward()
+        return [bits(loss), *(bits(value.grad) for value in inputs if value.grad is not None)]
+
+    pager = make_pager(device_bytes=MIB // 4)
+    context = pager.activations(min_bytes=512)
+    assert run(context) == run(contextlib.nullcontext())
+    assert context.stored_count > 5
+    assert held(pager) == 0
+
+
+# What is stored, and how often.
+
+
+def test_a_tensor_saved_twice_is_stored_once(pager):
+    a = leaf(40, 40) * 2
+    with pager.activations(min_bytes=0) as saved:
+        first, second, third = a.sin(), a.cos(), a.view(-1).exp().log()
+    assert saved.stored_bytes == 2 * a.nbytes  # a, and the result of exp, which log saves too
+    assert saved.shared_count == 3 - 1
+    (first.sum() + second.sum() + third.sum()).backward()
+    assert held(pager) == 0
+
+
+def test_views_of_one_storage_are_stored_once_with_their_own_layout(pager):
+    a = leaf(8, 6, 96) * 2
+    q, k, v = a.chunk(3, dim=-1)
+    with pager.activations(min_bytes=0) as saved:
+        results = [q.transpose(1, 2).sin(), k.sin(), v[:, ::2].sin(), a.sin()]
+    assert (saved.stored_bytes, saved.stored_count, saved.shared_count) == (a.nbytes, 1, 3)
+    for view, result in zip([q.transpose(1, 2), k, v[:, ::2], a], results, strict=True):
+        back = saved_by(result.grad_fn)["_saved_self"]
+        assert type(back) is PagedTensor
+        assert (back.stride(), back.shape) == (view.stride(), view.shape)
+        assert bits(back) == bits(view)
+
+
+def test_a_storage_changed_between_two_saves_is_stored_twice(pager):
+    a = torch.randn(40, 40)
+    weight = leaf(40, 40)
+    with pager.activations(min_bytes=0) as saved:
+        first = weight * a
+        before = bits(a)
+        saved_first = first.grad_fn
+        a.view(-1).mul_(2)
+        second = weight * a
+    assert saved.stored_bytes == 2 * a.nbytes
+    assert bits(saved_by(second.grad_fn)["_saved_other"]) == bits(a) != before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        _ = saved_first._saved_other
+
+
+def test_a_counter_of_its_own_is_not_taken_for_that_of_the_storage(pager):
+    """`x.data` counts its versions for itself: equal numbers say nothing about equal bytes."""
+    a, weight = torch.randn(40, 40), leaf(40, 40)
+    with pager.activations(min_bytes=0):
+        first = weight * a
+        stranger = a.data
+        stranger.add_(1)  # one version on, by its own counter
+        second = weight * stranger
+        stranger.add_(1)
+        a.add_(1)  # as many versions on as `stranger` was when it was saved
+        third = weight * a
+    del first, second
+    assert bits(saved_by(third.grad_fn)["_saved_other"]) == bits(a)
+
+
+def test_a_new_storage_at_an_old_address_is_stored_anew(pager):
+    weight, results = leaf(64, 64), []
+    with pager.activations(min_bytes=0) as saved:
+        for number in range(50):
+            a = torch.full((64, 64), float(number))
+            results.append(weight * a)
+            del a
+    assert saved.stored_count == 50
+    for number, result in enumerate(results):
+        assert float(saved_by(result.grad_fn)["_saved_other"][5, 5]) == number
+
+
+def test_a_small_view_of_a_large_storage_moves_only_what_it_touches(pager):
+    large = torch.randn(100, 4096)
+    weight = leaf(2, 4096)
+    with pager.activations(min_bytes=0) as saved:
+        result = weight * large[7:9]
+    assert 2 * 4096 * 4 <= saved.stored_bytes < 2 * 4096 * 4 + 64
+    reference = StorageWeakRef(large.untyped_storage())
+    expected = bits(large[7:9])
+    del large
+    assert reference.expired()
+    assert bits(saved_by(result.grad_fn)["_saved_other"]) == expected
+
+
+def test_a_view_too_small_to_store_does_not_keep_its_storage(pager):
+    large, weight = torch.randn(512, 512), leaf(4, 8)
+    part = large[3:7, 100:164:8]
+    expected, stride = bits(part), part.stride()
+    with pager.activations(min_bytes=64 * 1024) as saved:
+        result = weight * part
+    reference = StorageWeakRef(large.untyped_storage())
+    del large, part
+    assert reference.expired() and saved.stored_count == 0
+    back = saved_by(result.grad_fn)["_saved_other"]
+    assert (bits(back), back.stride()) == (expected, stride)
+
+
+def test_the_originals_memory_is_free_when_it_is_stored(pager):
+    a = leaf(100, 100) * 2
+    reference = StorageWeakRef(a.untyped_storage())
+    with pager.activations(min_bytes=0):
+        result = a.exp()
+        output = StorageWeakRef(result.untyped_storage())
+        loss = result.sum()
+    del a, result
+    assert reference.expired() and output.expired()
+    loss.backward()
+
+
+def test_parameters_paged_tensors_and_leaves_are_not_stored_again(pager):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+    model[1].requires_grad_(False)
+    pager.page_(model[0], min_bytes=0)
+    x = leaf(1, 64)
+    with pager.activations(min_bytes=1024) as saved:
+        model(x).sum().backward()
+    assert saved.stored_count == 0 and saved.left_count >= 5
+    assert "0 saved tensors went to pages" in str(saved)
+
+
+def test_buffers_of_a_module_that_is_named_are_not_stored(pager):
+    model = nn.Module()
+    model.register_buffer("table", torch.randn(64, 64))
+    x = leaf(64, 64)
+    for module, count in ((None, 1), (model, 0)):
+        with pager.activations(min_bytes=0, module=module) as saved:
+            _ = x * model.table.T
+        assert saved.stored_count == count
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta", "tiny", "empty", "subclass", "scalar"])
+def test_what_cannot_be_paged_is_left(pager, kind):
+    class Odd(torch.Tensor):
+        pass
+
+    other = {
+        "sparse": lambda: torch.eye(64).to_sparse(),
+        "meta": lambda: torch.randn(64, 64, device="meta"),
+        "tiny": lambda: torch.randn(2, 2),
+        "empty": lambda: torch.randn(0, 64),
+        "subclass": lambda: torch.randn(64, 64).as_subclass(Odd),
+        "scalar": lambda: torch.tensor(2.0),
+    }[kind]()
+    weight = torch.randn(other.shape, device=other.device).requires_grad_()
+    with pager.activations(min_bytes=1024) as saved:
+        result = weight * other
+    assert saved.stored_count == 0 and saved.left_count
+    (back,) = [saved_by(node)["_saved_other"] for node in nodes_of(result) if hasattr(node, "_saved_other")]
+    assert type(back) is type(other) and back.layout is other.layout
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_dtypes_masks_and_indices_come_back(pager, dtype):
+    a = leaf(40, 40, dtype=dtype)
+    mask, index = torch.rand(40, 40) > 0.5, torch.randint(40, (64, 40))
+
+    def run(context):
+        a.grad = None
+        with context:
+            b = (a * 2).conj() if dtype.is_complex else a * 2
+            loss = b * b.masked_fill(mask, 0).gather(0, index).sum()
+            (loss.abs() if dtype.is_complex else loss).sum().backward()
+        return bits(a.grad)
+
+    context = pager.activations(min_bytes=512)
+    assert run(context) == run(contextlib.nullcontext())
+    assert context.stored_count >= 3
+
+
+# How long.
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_pages_go_as_soon_as_backward_has_used_them(pager, retain):
+    a = leaf(64, 64)
+    with pager.activations(min_bytes=0):
+        b = a.sin()
+        c = (b * 3).exp()
+    seen = []
+    b.register_hook(lambda gradient: seen.append(held(pager)))
+    c.sum().backward(retain_graph=retain)
+    assert seen == [c.nbytes if retain else 0]
+    if retain:
+        first, a.grad = bits(a.grad), None
+        c.sum().backward()
+        assert bits(a.grad) == first
+    assert held(pager) == 0
+
+
+def test_a_graph_that_is_dropped_gives_back_its_pages_without_gc(pager):
+    gc.collect()
+    gc.disable()
+    try:
+        a = leaf(64, 64)
+        for _ in range(3):
+            with pager.activations(min_bytes=0):
+                loss = (a.exp() * a.exp().sigmoid()).sum()
+            assert held(pager) > 0
+            del loss
+            assert held(pager) == 0
+    finally:
+        gc.enable()
+
+
+def test_a_pager_goes_without_gc_after_its_contexts():
+    gc.collect()
+    gc.disable()
+    try:
+        pager = pagert.Pager(device="cpu", device_bytes=MIB, host_bytes=MIB, page_bytes=PAGE)
+        with pager, pager.activations(min_bytes=0) as saved:
+            leaf(64, 64).exp().sum().backward()
+        references = weakref.ref(pager), weakref.ref(saved)
+        del pager, saved
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_second_derivatives_are_those_of_plain_torch(pager):
+    def run(context, inner):
+        torch.manual_seed(3)
+        a = leaf(40, 40)
+        with context:
+            loss = (a.exp() * a.sin()).tanh().sum()
+        with inner:
+            (first,) = torch.autograd.grad(loss, a, create_graph=True)
+        (first * first).sum().backward()
+        return bits(first), bits(a.grad)
+
+    plain = run(contextlib.nullcontext(), contextlib.nullcontext())
+    assert run(pager.activations(min_bytes=0), contextlib.nullcontext()) == plain
+    gc.collect()  # create_graph=True leaves cycles, as PyTorch warns
+    assert run(pager.activations(min_bytes=0), pager.activations(min_bytes=0)) == plain
+    gc.collect()
+    assert held(pager) == 0
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("through", ["itself", "view", "detach", "base", "gone"])
+def test_an_inplace_change_of_a_saved_tensor_is_still_an_error(pager, through, stored):
+    def run(context):
+        base = leaf(40, 40) * 2
+        a = base.view(-1) if through in ("base", "gone") else base
+        with context:
+            loss = a.sin().sum()
+        changed = {"itself": a, "view": a.view(-1), "detach": a.detach(), "base": base, "gone": base}[through]
+        if through == "gone":
+            del a
+        with torch.no_grad():
+            changed.mul_(2)
+        with pytest.raises(RuntimeError) as caught:
+            loss.backward()
+        # PyTorch names the node that it finds for a view after the change.
+        return str(caught.value).replace("of AsStrided,", "of View,")
+
+    context = pager.activations(min_bytes=0 if stored else MIB)
+    assert run(context) == run(contextlib.nullcontext())
+    assert (context.stored_count > 0) is stored
+
+
+def test_a_saved_result_that_is_changed_is_an_error(pager):
+    with pager.activations(min_bytes=0):
+        result = leaf(40, 40).exp()
+        loss = (result + 1).sum()
+    result.data.zero_()  # behind autograd's back: what was saved stays what it was
+    loss.backward()
+    with pager.activations(min_bytes=0):
+        result = leaf(40, 40).exp()
+        loss = (result + 1).sum()
+    result.detach().zero_()
+    with pytest.raises(RuntimeError, match="output 0 of Exp, is at version 1; expected version 0"):
+        loss.backward()
+
+
+def test_a_second_backward_without_retain_graph_is_pytorchs_error(pager):
+    with pager.activations(min_bytes=0):
+        loss = leaf(40, 40).exp().sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_full_tier_says_what_did_not_fit_and_the_remedy():
+    with pagert.Pager(device="cpu", device_bytes=MIB // 2, host_bytes=MIB // 2, page_bytes=PAGE) as pager:
+        kept = []
+        context = pager.activations(min_bytes=0)
+        a = leaf(200, 200)
+        with pytest.raises(TierFull) as caught, context:
+            for _ in range(20):
+                kept.append(a.exp())
+        assert "(200, 200) float32, 156.25 KiB" in str(caught.value)
+        assert "min_bytes" in str(caught.value) and "checkpoint" in str(caught.value)
+        kept.pop().sum().backward()  # what was saved is good
+        kept.clear()
+        del caught
+        assert held(pager) == 0
+        with context:
+            a.exp().sum().backward()
+
+
+def test_an_activation_larger_than_the_device_is_stored_and_comes_back(make_pager):
+    pager = make_pager(device_bytes=MIB // 4)
+    a = leaf(300, 400)
+    with pager.activations() as saved:
+        loss = (a * 2).sin()[:, :390].exp().mul(0.5).expand(2, 300, 390).sum()
+    assert saved.stored_bytes > 1.9 * a.nbytes
+    loss.backward()
+    stored, a.grad = bits(a.grad), None
+    (a * 2).sin()[:, :390].exp().mul(0.5).expand(2, 300, 390).sum().backward()
+    assert bits(a.grad) == stored
+
+
+def test_bad_settings_are_refused(pager):
+    with pytest.raises(ConfigurationError, match="min_bytes=-1"):
+        pager.activations(min_bytes=-1)
+    context = pager.activations()
+    pager.close()
+    with pytest.raises(PagerClosed):
+        pager.activations()
+    with pytest.raises(PagerClosed), context:
+        pass
+
+
+def test_backward_after_close_says_so(pager):
+    with pager.activations(min_bytes=0):
+        loss = leaf(40, 40).exp().sum()
+    pager.close()
+    with pytest.raises(PagerClosed):
+        loss.backward()
+
+
+# Beside other hooks, modes and threads.
+
+
+def test_nested_contexts_count_where_they_are_innermost(pager):
+    a = leaf(64, 64)
+    with pager.activations(min_bytes=0) as outer:
+        b = a.exp()
+        with pager.activations(min_bytes=MIB) as inner:
+            c = b.sin()  # stored by the outer one already
+            d = (c * 2).sin()
+        with save_on_cpu():
+            e = d.exp()
+        with saved_tensors_hooks(lambda x: x.detach(), lambda x: x):
+            f = e.exp()
+        with outer:
+            g = f.exp()
+    assert (outer.stored_count, inner.stored_count, inner.shared_count) == (2, 0, 1)
+    g.sum().backward()
+    assert held(pager) == 0
+
+
+def test_without_gradients_nothing_is_stored(pager):
+    a = leaf(64, 64)
+    with pager.activations(min_bytes=0) as saved:
+        with torch.no_grad():
+            a.exp().sin()
+        with torch.inference_mode():
+            a.exp().sin()
+        a.detach().exp().sin()
+    assert (saved.stored_count, saved.left_count) == (0, 0)
+
+
+def test_backward_in_other_threads_and_forward_in_several(make_pager):
+    pager = make_pager(device_bytes=MIB // 2)
+    torch.manual_seed(0)
+    model, inputs = attention()
+    expected = [bits(value) for value in gradients(model, inputs, contextlib.nullcontext())]
+    models = [attention()[0] for _ in range(3)]
+    found, errors = {}, []
+
+    def work(number):
+        try:
+            copy = models[number]
+            copy.load_state_dict(model.state_dict())
+            copy.zero_grad()
+
+            x = inputs.clone().requires_grad_()
+            copy.eval()
+            with pager.activations(min_bytes=512):
+                loss = copy(x).square().sum()
+            backward = threading.Thread(target=loss.backward)
+            backward.start()
+            backward.join()
+            found[number] = [bits(value) for value in (loss, x.grad, *(p.grad for p in copy.parameters()))]
+        except BaseException as error:
+            errors.append(error)
+
+    model.eval()
+    expected = [bits(value) for value in gradients(model, inputs, contextlib.nullcontext())]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert all(found[number] == expected for number in range(3))
+
+
+class Scale(torch.autograd.Function):
+    """Changes its first input, saves inputs and an output, and changes a saved tensor in backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        result = x.exp()
+        ctx.save_for_backward(x, weight, result)
+        return x, result
+
+    @staticmethod
+    def backward(ctx, for_x, for_result):
+        x, weight, result = ctx.saved_tensors
+        gradient = for_x + for_result * result
+        return gradient * 2, (gradient.clone().mul_(weight) + x * torch.zeros_like(x)).sum(0)
+
+
+def test_a_custom_function_saves_inputs_and_outputs_and_marks_dirty(pager):
+    def run(context):
+        torch.manual_seed(0)
+        a, weight = leaf(40, 40), leaf(40)
+        with context:
+            x, result = Scale.apply(a * 1, weight * 2)
+            loss = (x.sin() + result).sum()
+        loss.backward()
+        return bits(a.grad), bits(weight.grad)
+
+    assert run(pager.activations(min_bytes=0)) == run(contextlib.nullcontext())
+    assert held(pager) == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_saves_its_views_once(pager, causal):
+    def run(context):
+        torch.manual_seed(0)
+        a = leaf(2, 32, 3 * 64)
+        with context:
+            q, k, v = (
+                part.view(2, 32, 4, 16).transpose(1, 2) for part in (a * 1).chunk(3, dim=-1)
+            )
+            loss = scaled_dot_product_attention(q, k, v, is_causal=causal).square().sum()
+        loss.backward()
+        return bits(a.grad)
+
+    context = pager.activations(min_bytes=2048)
+    assert run(context) == run(contextlib.nullcontext())
+    assert context.stored_bytes == (3 + 1) * 2 * 32 * 64 * 4  # queries, keys and values in one storage; the result
+
+
+def test_autocast_gives_the_gradients_of_plain_torch(pager):
+    torch.manual_seed(0)
+    model, inputs = attention()
+
+    def run(context):
+        with torch.autocast("cpu", torch.bfloat16):
+            return [bits(value) for value in gradients(model, inputs, context)]
+
+    assert run(pager.activations(min_bytes=512)) == run(contextlib.nullcontext())
+
+
+def test_vmap_inside_works_and_gradient_transforms_are_refused_by_name(pager):
+    a = leaf(8, 64)
+    with pager.activations(min_bytes=0) as saved:
+        torch.vmap(lambda row: row.exp().sin())(a).sum().backward()
+    stored, a.grad = bits(a.grad), None
+    a.exp().sin().sum().backward()
+    assert bits(a.grad) == stored and saved.stored_count > 0
+    with pytest.raises(RuntimeError, match="saved tensor hooks"), pager.activations():
+        torch.func.grad(lambda x: x.exp().sum())(torch.randn(64))
+
+
+def test_statistics_say_what_is_stored():
+    with pagert.Pager(device="cpu", device_bytes=MIB, host_bytes=MIB, page_bytes=PAGE) as pager:
+        assert pager.stats().activation_bytes == pager.stats().activation_stored_bytes == 0
+        with pager.activations() as saved:
+            loss = leaf(64, 64).exp().sum()
+        assert pager.stats().activation_bytes == saved.stored_bytes == 64 * 64 * 4
+        loss.backward()
+        stats = pager.stats()
+        assert (stats.activation_bytes, stats.activation_stored_bytes) == (0, 64 * 64 * 4)
+        assert stats.reserved_bytes == 0
+        pager.reset_stats()
+        assert pager.stats().activation_stored_bytes == 0
