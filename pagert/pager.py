@@ -209,7 +209,7 @@ class Pager(Runtime):
         elif min_bytes < 0:
             raise ConfigurationError(f"min_bytes={min_bytes}: give 0 or a positive number of bytes")
         if self._saved is None:
-            self._saved = Saved()
+            self._saved = Saved(self.storage.nbytes(), getattr(self.config, "policy", "lru"))
         return Activations(self, self._saved, min_bytes, module)
 
     def stats(self) -> Stats:

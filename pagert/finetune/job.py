@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 from collections.abc import Iterator
@@ -190,6 +191,9 @@ def _run_steps(
     view.line(f"held-out loss before: {report.held_out_before:.4f}")
     optimizer = make_optimizer(settings.optimizer, model, settings.lr)
     view.phase("training")
+    saving: Any = contextlib.nullcontext
+    if pager is not None and not settings.plain_activations:
+        saving = functools.partial(pager.activations, module=model)
     with _counting(report, pager):
         for loss, seconds, tokens in train(
             model,
@@ -198,6 +202,7 @@ def _run_steps(
             device=device,
             steps=settings.steps,
             accumulate=settings.accumulate,
+            saving=saving,
         ):
             step = StepReport(loss=loss, seconds=seconds, tokens=tokens)
             report.steps.append(step)

@@ -57,9 +57,10 @@ def unpack(packed: Packed) -> torch.Tensor:
     """Return what was saved, or raise PyTorch's error where the original was changed in place since."""
     if packed.watch._version != packed.version:
         raise _changed(packed)
-    if packed.plain or (packed.stored is not None and _in_compiled_code()):
-        return _loaded(packed.tensor)
-    return packed.tensor
+    if packed.stored is None:
+        return packed.tensor
+    packed.stored.fetch_before()
+    return _loaded(packed.tensor) if packed.plain or _in_compiled_code() else packed.tensor
 
 
 class Activations:

@@ -27,6 +27,12 @@ __all__ = ["Saved", "Stored"]
 # A range starts at a multiple of this in its storage, so that views of any dtype start at an element.
 _ALIGN_BYTES = 64
 
+# Tensors of which some may be gone: an operator's are used together, and not in the order in which they were saved.
+_LOOK_BACK = 16
+
+# The part of the device tier that is fetched ahead of a backward pass where the policy does not.
+_AHEAD_PARTS = 8
+
 
 class Stored:
     """A range of one storage in pages, with the values of one version.
@@ -39,11 +45,32 @@ class Stored:
         The range of the storage.
     """
 
-    __slots__ = ("__weakref__", "_address", "_root", "_storage", "_version", "end_bytes", "pages", "start_bytes")
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "_coming",
+        "_number",
+        "_root",
+        "_saved",
+        "_storage",
+        "_version",
+        "end_bytes",
+        "pages",
+        "start_bytes",
+    )
 
     def __init__(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, start_bytes: int, pages: PagedTensor
+        self,
+        saved: Saved,
+        number: int,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        start_bytes: int,
+        pages: PagedTensor,
     ) -> None:
+        self._saved = saved
+        self._number = number  # in the order in which tensors were stored
+        self._coming = False  # its pages were asked for already
         # As long as this weak reference lives, no new storage can take the place of the old one in memory, and with
         # it the key under which `Saved` finds it.
         self._storage = StorageWeakRef(storage)
@@ -67,6 +94,23 @@ class Stored:
             and self._address == storage.data_ptr()  # not resized since
         )
 
+    def fetch_before(self) -> None:
+        """Start to bring what was stored before to the device: a backward pass needs it next. Does not block."""
+        if not self._saved.ahead_bytes:
+            return
+        self._coming = False  # a graph that is retained may need it again
+        left_bytes = self._saved.ahead_bytes
+        for number in range(self._number - 1, self._number - 1 - _LOOK_BACK, -1):
+            before = self._saved.living.get(number)
+            if before is None:
+                continue
+            left_bytes -= before.pages.numel()
+            if left_bytes < 0:
+                break
+            if not before._coming:
+                before._coming = True
+                before.pages.prefetch()
+
     def view(self, tensor: torch.Tensor) -> PagedTensor:
         """Return the paged tensor that has the geometry and the bytes of `tensor`."""
         offset = int(tensor.storage_offset()) - self.start_bytes // tensor.itemsize
@@ -80,18 +124,20 @@ class Saved:
     at the same moment store it twice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_bytes: int, policy: str) -> None:
+        # Policy `lookahead` fetches by itself, and what it did not choose upsets its plan: a fifth more was read.
+        self.ahead_bytes = device_bytes // _AHEAD_PARTS if policy == "lru" else 0
         self.stored_bytes = 0  # copied into pages since the start or the last reset
         self._lock = threading.Lock()
-        self._serial = itertools.count()
-        self._living: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+        self.living: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
         self._by_storage: dict[int, list[weakref.ref[Stored]]] = {}  # by the storage's address
         self._sweep_at = 64  # entries of the table, at which dead ones are removed
 
     @property
     def held_bytes(self) -> int:
         """Bytes in pages at this moment."""
-        return sum(stored.pages.numel() for stored in list(self._living.values()))
+        return sum(stored.pages.numel() for stored in list(self.living.values()))
 
     def find(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Stored | None:
         """Return what holds the bytes of `tensor` already."""
@@ -117,10 +163,10 @@ class Saved:
         except (TierFull, OutOfFrames) as error:
             # Its frames hold the pages that were reserved, and whoever catches it may need their room.
             raise _no_room(tensor, error) from error.with_traceback(None)
-        stored = Stored(tensor, storage, start_bytes, pages)
         with self._lock:
+            stored = Stored(self, next(self._numbers), tensor, storage, start_bytes, pages)
             self.stored_bytes += end_bytes - start_bytes
-            self._living[next(self._serial)] = stored
+            self.living[stored._number] = stored
             self._by_storage.setdefault(storage._cdata, []).append(weakref.ref(stored))
             if len(self._by_storage) >= self._sweep_at:
                 self._sweep()

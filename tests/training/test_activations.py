@@ -400,6 +400,21 @@ def test_pages_go_as_soon_as_backward_has_used_them(pager, retain):
     assert held(pager) == 0
 
 
+def test_under_lru_pages_are_fetched_in_the_reverse_order_ahead_of_their_use():
+    settings = {"device_bytes": MIB, "host_bytes": 8 * MIB, "page_bytes": PAGE, "policy": "lru"}
+    with pagert.Pager(device="cpu", **settings) as pager:
+        a = leaf(128, 128)
+        with pager.activations() as saved:
+            values = [a]
+            for _ in range(40):
+                values = [values[0].sin()]
+        assert saved.stored_bytes > 2 * MIB
+        pager.reset_stats()
+        values[0].sum().backward()
+        stats = pager.stats()
+        assert stats.prefetches * PAGE >= MIB and stats.faults * PAGE < MIB // 4
+
+
 def test_a_graph_that_is_dropped_gives_back_its_pages_without_gc(pager):
     gc.collect()
     gc.disable()
