@@ -8,7 +8,8 @@ import gc
 
 import pytest
 import torch
-from pagers import MIB, check_idle
+from activating import bits, real_pager
+from pagers import MIB
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -19,14 +20,7 @@ from pagert.tensor import PagedTensor
 
 @pytest.fixture
 def pager():
-    with pagert.Pager(device="cpu", device_bytes=MIB // 2, host_bytes=32 * MIB, page_bytes=4096) as pager:
-        yield pager
-        check_idle(pager)
-
-
-def bits(tensor):
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-    return plain.flatten().view(torch.uint8).numpy().tobytes()
+    yield from real_pager()
 
 
 class Keepless(torch.autograd.Function):
