@@ -2,7 +2,8 @@
 
 from libc.stdint cimport uint64_t
 
-from pagert._core.operation cimport Footprint, Operation
+from pagert._core.footprint cimport Footprint
+from pagert._core.operation cimport Operation
 
 
 cdef enum:

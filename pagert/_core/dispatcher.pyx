@@ -11,7 +11,8 @@ cimport cython
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t
 
-from pagert._core.operation cimport Footprint, Operation, begin, footprint_of, geometry_of
+from pagert._core.footprint cimport Footprint, footprint_of, geometry_of
+from pagert._core.operation cimport Operation, begin
 from pagert._core.core cimport PAGERT_OVERWRITE, PAGERT_READ, PAGERT_UPDATE
 
 import torch

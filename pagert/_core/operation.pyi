@@ -19,9 +19,6 @@ class Turn:
     def __enter__(self) -> Turn: ...
     def __exit__(self, *exception: object) -> None: ...
 
-class Footprint:
-    """A tensor's bytes in its region, and the dense view of its last call."""
-
 class Operation:
     """The paged operands of one call: `collect` or `add`, `pin`, `dense` and `leave`, `end`."""
 
@@ -52,6 +49,3 @@ class Operation:
 
     def __enter__(self) -> Operation: ...
     def __exit__(self, *exception: object) -> None: ...
-
-def geometry(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor of the same geometry over the same storage, which has no memory."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 from collections.abc import Iterator
@@ -192,6 +193,9 @@ def _run_steps(
     if pager is not None and not settings.step_after_backward:
         pager.step_in_backward(optimizer, accumulate=settings.accumulate)
     view.phase("training")
+    saving: Any = contextlib.nullcontext
+    if pager is not None and not settings.plain_activations:
+        saving = functools.partial(pager.activations, module=model)
     with _counting(report, pager):
         for loss, seconds, tokens in train(
             model,
@@ -200,6 +204,7 @@ def _run_steps(
             device=device,
             steps=settings.steps,
             accumulate=settings.accumulate,
+            saving=saving,
         ):
             step = StepReport(loss=loss, seconds=seconds, tokens=tokens)
             report.steps.append(step)

@@ -32,6 +32,7 @@ class Settings:
     page_bytes: str | None = None
     policy: str = "lookahead"
     step_after_backward: bool = False
+    plain_activations: bool = False
     unpaged: bool = False
     out: Path | None = None
     compare: bool = False

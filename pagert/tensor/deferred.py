@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagert._core.operation import Operation, Turn, geometry
+from pagert._core.footprint import geometry
+from pagert._core.operation import Operation, Turn
 from pagert._core.pump import UPDATE, Region
 from pagert.errors import OutOfFrames
 from pagert.geometry import byte_range

@@ -18,7 +18,7 @@ from pagert.geometry import contiguous_stride, extent
 
 if TYPE_CHECKING:
     from pagert._core.dispatcher import Dispatcher
-    from pagert._core.operation import Footprint
+    from pagert._core.footprint import Footprint
     from pagert._core.pump import Region
     from pagert.runtime import Runtime
 

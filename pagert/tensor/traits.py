@@ -68,8 +68,9 @@ _WHOLE_STORAGE = frozenset(
     {"as_strided_copy", "as_strided_scatter", "slice_scatter", "select_scatter", "diagonal_scatter"}
 )
 
-# Statistics that normalisation updates in place, in some schemas without saying so.
-_SILENTLY_WRITTEN = frozenset({"running_mean", "running_var"})
+# Statistics that normalisation updates in place, and scratch memory that oneDNN's recurrent layers leave for their
+# backward pass, which works in it; in some schemas without saying so.
+_SILENTLY_WRITTEN = frozenset({"running_mean", "running_var", "workspace"})
 
 _USE_RESIDENT = "use `with t.resident() as dense:` and give it the plain tensor"
 _REFUSED = {

@@ -136,6 +136,13 @@ def test_paged_run_compares_equal_to_the_unpaged_one(words, paging, tmp_path, ca
     for tier in ("device", "flash"):
         assert 0 < report["stats"][tier]["peak_bytes"] <= report["stats"][tier]["capacity_bytes"]
     assert report["stats"]["flash_written_bytes"] > 0
+    assert report["stats"]["activation_stored_bytes"] > 0
+    assert "went to pages" in output
+
+
+def test_activations_stay_plain_where_asked(words, paging, tmp_path) -> None:
+    report = run_json([*words, *paging, "--steps=1", "--plain-activations"], tmp_path / "report.json")
+    assert report["stats"]["activation_stored_bytes"] == 0
 
 
 @pytest.mark.parametrize("option", ["--accumulate=2", "--step-after-backward"])
