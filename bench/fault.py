@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pagert._core.device import CpuDevice
 from pagert._core.flash import CopyEngine
 from pagert._core.pump import READ, UPDATE, Pump
 from pagert.engines.flash import open_flash
@@ -54,10 +55,12 @@ class Pinned:
 def open_pump(flash: Any = None) -> Pump:
     """Return a pump over the device tier and one more."""
     return Pump(
+        CpuDevice(
+            device_bytes=DEVICE_FRAMES * PAGE_BYTES,
+            host_bytes=0 if flash is not None else 2 * PAGES * PAGE_BYTES,
+        ),
         page_bytes=PAGE_BYTES,
         page_count=2 * PAGES,
-        device_frames=DEVICE_FRAMES,
-        host_frames=0 if flash is not None else 2 * PAGES,
         flash=flash,
     )
 

@@ -23,6 +23,7 @@ from pagert.errors import (
     OutOfFrames,
     PagerClosed,
     PagertError,
+    StepError,
     TierFull,
     TraceError,
     TransferError,
@@ -55,6 +56,7 @@ __all__ = [
     "PagertError",
     "Simulation",
     "Stats",
+    "StepError",
     "TierFull",
     "TierStats",
     "Trace",
@@ -75,7 +77,7 @@ def get_include() -> str:
     Examples
     --------
     >>> import os, pagert
-    >>> os.path.isfile(os.path.join(pagert.get_include(), "pagert", "pager.h"))
+    >>> os.path.isfile(os.path.join(pagert.get_include(), "pagert", "core.h"))
     True
     """
     package = os.path.dirname(os.path.abspath(__file__))

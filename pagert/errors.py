@@ -12,6 +12,7 @@ __all__ = [
     "OutOfFrames",
     "PagerClosed",
     "PagertError",
+    "StepError",
     "TierFull",
     "TraceError",
     "TransferError",
@@ -78,6 +79,10 @@ class UnsupportedTensor(PagertError, TypeError):
 
 class UnsupportedOperator(PagertError, NotImplementedError):
     """An operator that cannot run on paged tensors without risk of a stale or partial copy."""
+
+
+class StepError(PagertError, RuntimeError):
+    """A step that runs in the backward pass cannot go on: half of it is done, or its rules were broken."""
 
 
 class ForeignTensor(PagertError, ValueError):

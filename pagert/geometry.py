@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pagert.config import format_bytes
+from pagert.sizes import format_bytes
 
 
 def extent(size: Sequence[int], stride: Sequence[int]) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -15,12 +16,16 @@ import torch
 from .errors import ConfigurationError
 from .files import load_into
 from .runtime import Runtime
+from .stats import Stats
 from .tensor.paged_tensor import PagedTensor, check_wrappable
 from .trace import Trace
 from .trace.recording import record
 from .training import modules
+from .training.activations import Activations
 from .training.creating import creating
 from .training.loading import keep_loaded_paged
+from .training.saved import Saved
+from .training.stepping import Stepping
 
 __all__ = ["Pager"]
 
@@ -48,6 +53,8 @@ class Pager(Runtime):
 
     plain_bytes: int = 0
     """Bytes of parameters and buffers that the last `page_` found too small to page."""
+
+    _saved: Saved | None = None  # what autograd saved, once it is asked for
 
     def tensor(
         self, data: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False
@@ -250,6 +257,126 @@ class Pager(Runtime):
         if asked < 0:
             raise ConfigurationError(f"min_bytes={asked}: give 0 or a positive number of bytes")
         return asked
+
+    def step_in_backward(
+        self, optimizer: torch.optim.Optimizer, *, accumulate: int = 1, independent: bool = False
+    ) -> Stepping:
+        """Update each paged parameter within the backward pass, as soon as its gradient is complete.
+
+        Gradients then never become pages, and the optimizer's state moves behind the backward pass. The numbers are
+        those of stepping after it, bit for bit. The training loop stays as it is: `optimizer.step()` updates what is
+        left (parameters that are not paged, and gradients that autograd never completes for sure), counts as a step
+        for LR schedulers and runs the optimizer's hooks; `zero_grad()` must come between two steps.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            Any of torch.optim but LBFGS and SparseAdam. Its parameters may be paged before or after.
+        accumulate : int
+            Backward passes in a step. All but the last accumulate gradients, in pages.
+        independent : bool
+            Says of an optimizer from elsewhere that it updates a parameter with nothing but the parameter's own
+            gradient, state and group.
+
+        Returns
+        -------
+        Stepping
+            `remove()` ends it; `with stepping.accumulating():` is for backward passes that only accumulate;
+            `abandon()` begins a new step after one that broke off.
+
+        Raises
+        ------
+        UnsupportedOperator
+            The optimizer is LBFGS, SparseAdam, differentiable, or of an unknown kind. Later: something reads a
+            gradient that is gone (`clip_grad_norm_`, `GradScaler`).
+        StepError
+            Later, from `backward()` or `optimizer.step()`: the parts of a step come in an order that cannot give the
+            same numbers, or a step broke off in the middle.
+
+        Examples
+        --------
+        >>> import torch, pagert
+        >>> with pagert.Pager(device="cpu", device_bytes="1MiB", host_bytes="4MiB") as pager:
+        ...     model = pager.page_(torch.nn.Linear(64, 64), min_bytes=0)
+        ...     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        ...     stepping = pager.step_in_backward(optimizer)
+        ...     model(torch.ones(2, 64)).sum().backward()  # the weights are updated here
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     stepping.remove()
+        """
+        self._check_open("pager.step_in_backward")
+        return Stepping(self, optimizer, accumulate, independent)
+
+    def activations(self, min_bytes: int | None = None, *, module: torch.nn.Module | None = None) -> Activations:
+        """Put what autograd saves for the backward pass into pages, inside a with block around the forward pass.
+
+        Backward's operators then get paged tensors, which go as soon as they were used. Each storage is stored once,
+        whatever views of it are saved. Numbers do not change, and an in-place change of a saved tensor stays an error.
+        Changes behind autograd's back, through `x.data`, do not reach what was saved before.
+
+        Parameters
+        ----------
+        min_bytes : int, optional
+            Smaller tensors stay plain; half a page by default: what is stored then takes at most twice its bytes.
+        module : torch.nn.Module, optional
+            Its plain parameters and buffers are never stored. Parameters that require a gradient, and paged tensors,
+            never are.
+
+        Returns
+        -------
+        Activations
+            A context manager that gives itself, with counts of what was stored (`stored_count`, `stored_bytes`,
+            `shared_count`, `left_count`, `left_bytes`). It may be entered again; the innermost one counts, also among
+            other hooks for saved tensors.
+
+        Raises
+        ------
+        ConfigurationError
+            `min_bytes` is negative.
+        TierFull, OutOfFrames
+            By the operator that saves: there is no room left for its tensor.
+
+        Examples
+        --------
+        >>> import torch, pagert
+        >>> with pagert.Pager(device="cpu", device_bytes="1MiB", host_bytes="4MiB") as pager:
+        ...     x = torch.ones(100, 100, requires_grad=True)
+        ...     with pager.activations(min_bytes=4096) as saved:
+        ...         loss = x.exp().sin().sum()
+        ...     loss.backward()
+        ...     saved.stored_bytes, saved.shared_count, pager.stats().activation_bytes
+        (40000, 1, 0)
+        """
+        self._check_open("pager.activations")
+        if min_bytes is None:
+            min_bytes = self.page_bytes // 2
+        elif min_bytes < 0:
+            raise ConfigurationError(f"min_bytes={min_bytes}: give 0 or a positive number of bytes")
+        if self._saved is None:
+            self._saved = Saved(self.storage.nbytes(), getattr(self.config, "policy", "lru"))
+        return Activations(self, self._saved, min_bytes, module)
+
+    def stats(self) -> Stats:
+        """Return what the tiers hold and what was moved, in bytes. Does not block on I/O.
+
+        Raises
+        ------
+        PagerClosed
+            After `close()`.
+        """
+        stats, saved = super().stats(), self._saved
+        if saved is None:
+            return stats
+        return dataclasses.replace(
+            stats, activation_bytes=saved.held_bytes, activation_stored_bytes=saved.stored_bytes
+        )
+
+    def reset_stats(self) -> None:
+        """Set the counters to zero, and each tier's peak to what it uses now."""
+        super().reset_stats()
+        if self._saved is not None:
+            self._saved.stored_bytes = 0
 
     def trace(self, metadata: dict[str, Any] | None = None) -> AbstractContextManager[Trace]:
         """Record what operators need, and which regions come and go, inside a with block.

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
+from pagert._core.device import CpuDevice
+from pagert._core.operation import Turn
 from pagert._core.pump import Pump
 from pagert.config import Config
 from pagert.engines.flash import open_flash
@@ -108,14 +111,16 @@ class Runtime:
                 direct=config.direct,
             )
         self.pump = Pump(
+            CpuDevice(
+                device_bytes=config.device_bytes,
+                host_bytes=config.host_bytes,
+                copy_threads=config.copy_threads,
+            ),
             page_bytes=config.page_bytes,
             page_count=config.page_count,
-            device_frames=config.device_frames,
-            host_frames=config.host_frames,
             flash=flash,
             policy=config.policy,
             transfer_pages_max=config.transfer_pages_max,
-            copy_threads=config.copy_threads,
             warn_seconds=config.warn_seconds,
             deadline_seconds=config.deadline_seconds,
         )
@@ -126,7 +131,9 @@ class Runtime:
         # Work that waits for somebody to need its tensors, in the order in which it came. See tensor/deferred.py.
         self.deferred: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.defer_updates = config.defer_updates
-        self._settling = False
+        self._turn = Turn(self.pump)
+        self._settler: int | None = None  # the thread that runs all that is deferred
+        self._settled = 0  # how often that was done
         info = self.pump.flash_info
         self._flash_backend = None if info is None else info["backend"]
         self._flash_direct = None if info is None else info["direct"]
@@ -170,17 +177,23 @@ class Runtime:
         self.pump.flush()
 
     def settle(self) -> bool:
-        """Run what is deferred, in the order in which it came. Blocks. Returns whether there was anything to run."""
-        if self._settling:  # by what is deferred itself
+        """Run what is deferred, in the order in which it came. Blocks.
+
+        Returns whether anything was run, by this thread or by another one meanwhile: then there may be room now.
+        """
+        if self._settler == threading.get_ident():  # by what is deferred itself
             return False
-        waiting = [work for work in list(self.deferred.values()) if work.waits]
-        self._settling = True
-        try:
-            for work in waiting:
-                work.run()
-        finally:
-            self._settling = False
-        return bool(waiting)
+        before = self._settled
+        with self._turn:
+            waiting = [work for work in list(self.deferred.values()) if work.waits]
+            self._settler = threading.get_ident()
+            try:
+                for work in waiting:
+                    work.run()
+            finally:
+                self._settler = None
+                self._settled += bool(waiting)
+            return self._settled != before
 
     def spare_bytes(self) -> int:
         """Return what is free below the device if all that the device holds were written there. May be negative."""

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["Stats", "TierStats"]
 
-# Links in the order of the core's list, see include/pagert/pager.h.
+# Links in the order of the core's list, see include/pagert/core.h.
 _FILL = 0
 _MOVE = 1
 _HOST_TO_DEVICE = 2
@@ -71,6 +71,10 @@ class Stats:
         Transfers under way at this moment.
     reserved_bytes : int
         Virtual address space of all living tensors at this moment, in whole pages.
+    activation_bytes : int
+        Bytes that `Pager.activations` holds in pages for backward passes at this moment.
+    activation_stored_bytes : int
+        Bytes that it copied into pages.
     flash_backend : str or None
         How flash requests reach the kernel: 'io_uring' or 'threads'; None without a flash tier.
     flash_direct : bool or None
@@ -95,6 +99,8 @@ class Stats:
     held_bytes: int
     in_flight_transfers: int
     reserved_bytes: int
+    activation_bytes: int = 0
+    activation_stored_bytes: int = 0
     flash_backend: str | None = None
     flash_direct: bool | None = None
 

@@ -260,6 +260,7 @@ class FakeRuntime:
         self.pump = FakePump(page_bytes, device_bytes // page_bytes, seed)
         self.storage = self.pump.arena.untyped_storage()
         self.device = torch.device("cpu")
+        self.flat: dict[torch.dtype, torch.Tensor] = {}
         self.config = SimpleNamespace(page_bytes=page_bytes, device_bytes=device_bytes)
 
     @property

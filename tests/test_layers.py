@@ -16,8 +16,9 @@ HEADERS = ROOT / "include" / "pagert"
 
 # Lowest first. A module may import from its own layer and from those below.
 LAYERS = [
-    {"errors", "config", "stats", "geometry"},
+    {"errors", "sizes", "geometry"},
     {"_core", "engines"},
+    {"config", "stats"},
     {"runtime", "trace"},
     {"tensor", "simulation"},
     {"training"},
@@ -30,17 +31,17 @@ RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 # What each C library may include of the project, beside its own files.
 LIBRARIES = {
-    "libpager": {"pager.h"},
+    "libcore": {"core.h"},
     "libflash": {"engine.h", "flash.h", "worker.h"},
     "libcopy": {"engine.h", "copy.h", "worker.h"},
-    "libpump": {"engine.h", "pager.h", "pump.h", "worker.h"},
+    "libpump": {"engine.h", "core.h", "pump.h", "worker.h"},
 }
 PUBLIC = {
-    "pager.h": set(),
+    "core.h": set(),
     "engine.h": set(),
     "flash.h": {"engine.h"},
     "copy.h": {"engine.h"},
-    "pump.h": {"engine.h", "pager.h"},
+    "pump.h": {"engine.h", "core.h"},
 }
 
 
@@ -150,10 +151,35 @@ def test_public_headers_include_only_what_lies_below(path: pathlib.Path) -> None
     assert of_the_project(includes(path)) <= PUBLIC[path.name]
 
 
-def test_libpager_includes_no_system_header_that_does_something() -> None:
+def test_libcore_includes_no_system_header_that_does_something() -> None:
     harmless = {"stdint.h", "stddef.h", "stdbool.h", "stdalign.h", "limits.h", "string.h"}
     # abort() alone is taken from there; the test of the archive's symbols watches over the rest.
     harmless |= {"stdlib.h"}
-    for path in (CORE / "libpager").glob("*.[ch]"):
+    for path in (CORE / "libcore").glob("*.[ch]"):
         system = {name for name in includes(path) if not (path.parent / name).exists()}
-        assert system - harmless <= {"pagert/pager.h"}, path.name
+        assert system - harmless <= {"pagert/core.h"}, path.name
+
+
+def within(folder: str) -> dict[str, set[str]]:
+    """What each module of a folder imports from its own folder, in functions and for type checkers too."""
+    prefix = f"pagert.{folder}."
+    graph = {}
+    for path in (PACKAGE / folder).glob("*.py"):
+        module = module_of(path)
+        if path.stem != "__init__":  # which brings together what users see
+            graph[module] = {name for name in imported(module, path) if name.startswith(prefix)}
+    return graph
+
+
+@pytest.mark.parametrize("folder", ["tensor", "training", "trace", "simulation", "finetune", "engines"])
+def test_no_circle_of_imports_within_a_folder(folder: str) -> None:
+    graph = within(folder)
+    done: set[str] = set()
+    while left := {module for module in graph if module not in done}:
+        free = {module for module in left if graph[module] <= done}
+        assert free, f"these import each other in a circle: {sorted(left)}"
+        done |= free
+
+
+def test_the_test_for_circles_sees_imports_of_a_folder() -> None:
+    assert "pagert.tensor.copying" in within("tensor")["pagert.tensor.paged_tensor"]

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The pump carries the core's transfers out: it takes them from libpager, gives them to the engines and
+ * The pump carries the core's transfers out: it takes them from libcore, gives them to the engines and
  * reports their completions, on a thread of its own beside the compute, or on a thread that waits in a call
- * anyway. It is the one place where the core's lock lives: every call below may be made from any thread,
+ * anyway. Here alone lives the core's lock: every call below may be made from any thread,
  * and none of them needs the GIL. An engine is called by one thread at a time, but not always the same.
  *
  * Waits take a time limit and return when it is over, so that the caller can look for Ctrl-C and for its
@@ -14,7 +14,7 @@
 #include <stdint.h>
 
 #include "pagert/engine.h"
-#include "pagert/pager.h"
+#include "pagert/core.h"
 
 #ifdef __cplusplus
 extern "C" {

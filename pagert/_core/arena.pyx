@@ -13,7 +13,7 @@ from cpython.buffer cimport PyBuffer_FillInfo
 
 import os
 
-__all__ = ["Arena", "format_size"]
+__all__ = ["Arena", "MappedArena", "format_size"]
 
 cdef extern from "sys/mman.h" nogil:
     void *mmap(void *address, size_t length, int protection, int flags, int fd, long offset)
@@ -26,7 +26,7 @@ cdef extern from "sys/mman.h" nogil:
 cdef size_t HUGE_PAGE_BYTES = 2 << 20
 
 cdef unsigned long forks = 0
-cdef place *youngest = NULL  # of the arenas of this process
+cdef mapped_range *youngest = NULL  # of the arenas of this process
 
 
 cdef unsigned long count_of_forks() noexcept:
@@ -35,7 +35,7 @@ cdef unsigned long count_of_forks() noexcept:
 
 
 def _before_fork():
-    cdef place *one = youngest
+    cdef mapped_range *one = youngest
     while one:
         madvise(<void *>one.address, one.size_bytes,
                 MADV_DOFORK if one.held and one.held[0] else MADV_DONTFORK)
@@ -60,6 +60,16 @@ def format_size(size_bytes):
 
 
 cdef class Arena:
+    """A run of addresses for frames, whatever memory lies behind them. Each kind of memory is a subclass."""
+
+    cdef void set_held(self, void **held) noexcept:
+        """Say where to look, at a fork, whether somebody uses the bytes. NULL: nobody does."""
+
+    cdef void give_back(self) noexcept:
+        """Drop the contents. The addresses stay valid for the storage that was made of them."""
+
+
+cdef class MappedArena(Arena):
     """Anonymous memory for frames: aligned to 2 MiB and backed by huge pages where the kernel has them.
 
     Where the bytes lie decides the speed of direct I/O: scattered OS pages split every request. Memory is
@@ -79,34 +89,32 @@ cdef class Arena:
         self.size_bytes = size_bytes
         self.process = forks
         madvise(<void *><uintptr_t>self.address, size_bytes, MADV_HUGEPAGE)  # refused: ordinary OS pages
-        self.place.address = self.address
-        self.place.size_bytes = size_bytes
-        self.place.older = youngest
+        self.range.address = self.address
+        self.range.size_bytes = size_bytes
+        self.range.older = youngest
         if youngest:
-            youngest.younger = &self.place
-        youngest = &self.place
+            youngest.younger = &self.range
+        youngest = &self.range
 
     def __dealloc__(self):
         global youngest
         # In a forked child it is in no list, and something else may lie at its address by now.
         if not self.mapping or self.process != forks:
             return
-        if self.place.older:
-            self.place.older.younger = self.place.younger
-        if self.place.younger:
-            self.place.younger.older = self.place.older
+        if self.range.older:
+            self.range.older.younger = self.range.younger
+        if self.range.younger:
+            self.range.younger.older = self.range.older
         else:
-            youngest = self.place.older
+            youngest = self.range.older
         munmap(self.mapping, self.mapping_bytes)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyBuffer_FillInfo(buffer, self, <void *><uintptr_t>self.address, self.size_bytes, 0, flags)
 
     cdef void set_held(self, void **held) noexcept:
-        """Say where to look, at a fork, whether somebody uses the bytes. NULL: nobody does."""
-        self.place.held = held
+        self.range.held = held
 
     cdef void give_back(self) noexcept:
-        """Drop the contents. The addresses stay valid for the storage that was made of them."""
         if self.process == forks:
             madvise(<void *><uintptr_t>self.address, self.size_bytes, MADV_DONTNEED)

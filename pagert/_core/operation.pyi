@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short way of an operator on paged tensors: pin, run, let go, or another look at the same bytes."""
+"""One operator's use of paged tensors, from the collecting of its operands to its end."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from pagert._core.pump import Pump
+
+class Fence(Protocol):
+    """Says whether work that was begun is done. Does not block."""
+
+    def passed(self) -> bool: ...
 
 class Turn:
     """A reentrant lock whose holder may pin, while who waits for it may hold windows."""
@@ -13,33 +19,33 @@ class Turn:
     def __enter__(self) -> Turn: ...
     def __exit__(self, *exception: object) -> None: ...
 
-class Footprint:
-    """A tensor's bytes in its region, and the dense view of its last call."""
-
 class Operation:
-    """The paged operands of one call."""
+    """The paged operands of one call: `collect` or `add`, `pin`, `dense` and `leave`, `end`."""
 
-class Dispatcher:
-    """Runs operators on tensors of one class."""
+    def __init__(self, kind: type, name: str) -> None: ...
+    @property
+    def runtime(self) -> Any:
+        """The runtime of all operands; None before the first one."""
 
-    def __init__(
-        self,
-        kind: type,
-        plans: dict[Any, Any],
-        make_plan: Callable[[Any], Any],
-        geometry: Callable[[Any], Any],
-        flat: Callable[[Any, Any], Any],
-        leave: Callable[..., Any],
-        parts: int,
-    ) -> None: ...
-    def dispatch(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """What `__torch_dispatch__` does."""
+    def add(
+        self, tensor: torch.Tensor, mode: int, guarded: bool = False, whole: bool = False
+    ) -> int:
+        """Add one paged tensor."""
 
-    def copy(self, target: Any, source: Any, mode: int, non_blocking: bool) -> bool:
-        """Copy between two tensors, at least one of them paged; False where it is not simple."""
+    def collect(self, value: Any, mode: int) -> int:
+        """Add the paged tensors of one argument: a tensor, a list of tensors or anything else."""
+
+    def pin(self) -> int:
+        """Bring every operand to the device and hold it there. Blocks until all are resident."""
+
+    def dense(self, value: Any) -> Any:
+        """One argument with its paged tensors replaced by their dense views, valid until the end."""
+
+    def leave(self, result: Any) -> Any:
+        """What the operator returned, as its caller may keep it."""
+
+    def end(self, fence: Fence | None = None) -> int:
+        """Let every operand go, now or when a fence has passed. Idempotent. Does not block."""
+
+    def __enter__(self) -> Operation: ...
+    def __exit__(self, *exception: object) -> None: ...

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The short way of an operator on paged tensors: pin, run, let go, or another look at the same bytes.
+"""One operator's use of paged tensors, from the collecting of its operands to its end.
 
-It makes no Python object per page and, where a tensor lies where it lay at its last call, none per operand.
-Whatever is not simple goes the long way in `pagert.tensor.dispatch`, which this module does not know: what
-it needs from above is handed to `Dispatcher`.
+Whoever looks at bytes does it through an `Operation`: collect the operands (what waits for them to be looked at
+runs then), pin them together, run on the dense views that it lends, let the results leave, end. It makes no Python
+object per page and, where a tensor lies where it lay at its last call, none per operand.
 """
 
 cimport cython
@@ -12,25 +12,26 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from pagert._core.pager cimport PAGERT_READ, PAGERT_UPDATE, pagert_access
-from pagert._core.pump cimport Pump, Region, held_pin
+from pagert._core.core cimport PAGERT_OVERWRITE, PAGERT_UPDATE, pagert_access
+from pagert._core.footprint cimport Footprint, footprint_of
+from pagert._core.pump cimport Pump, held_pin
 from pagert._core.users cimport link, unlink, user
 
 import threading
 
 import torch
 
+from pagert._core.refusals import another_pager, foreign_alias, hidden_alias, operands_do_not_fit
 from pagert.errors import OutOfFrames, TierFull
+from pagert.geometry import fills_range
 
-__all__ = ["Dispatcher", "Footprint", "Turn"]
-
-cdef int DEPTH_MAX = 4  # views of views of ... that are kept; a loop could go on for ever
+__all__ = ["Operation", "Turn"]
 
 # Looked up once: each of them is called for nearly every operator.
 cdef object plain_tensor = torch.Tensor
 cdef object strided = torch.strided
-cdef object make_subclass = torch.Tensor._make_subclass
-cdef object plain_copy = torch._C.TensorBase.copy_
+cdef object base_tensor = torch._C.TensorBase
+
 
 @cython.final
 @cython.no_gc
@@ -61,62 +62,29 @@ cdef class Turn:
         self.lock.release()
 
 
-@cython.final
-@cython.no_gc
-cdef class Footprint:
-    """A tensor's bytes in its region, and the dense view of its last call.
-
-    The dense view is used again while the pages lie at the same address. It is looked at only while they
-    are pinned, so it is never stale. Tensors of one geometry in one region may share a footprint.
-    """
-
-    cdef int measure(self, tensor) except -1:
-        """Find the range that a tensor of this geometry touches."""
-        cdef uint64_t item_bytes = tensor.itemsize
-        cdef uint64_t last = 0
-        cdef uint64_t length
-        if tensor.is_contiguous():
-            self.size_bytes = <uint64_t>tensor.numel() * item_bytes
-        elif tensor.numel() == 0:
-            self.size_bytes = 0
-        else:
-            for length, step in zip(<tuple>tensor.size(), <tuple>tensor.stride()):
-                last += (length - 1) * <uint64_t>step
-            self.size_bytes = (last + 1) * item_bytes
-        self.offset_bytes = <uint64_t>tensor.storage_offset() * item_bytes
-        self.measured = True
-        return 0
-
-
-cdef object view_of(Footprint base, geometry):
-    """The footprint of a geometry in the base's region; several for several."""
-    cdef Footprint view
-    if type(geometry) is not plain_tensor:
-        return type(geometry)([view_of(base, one) for one in geometry])
-    view = Footprint.__new__(Footprint)
-    view.region = base.region
-    view.geometry = geometry
-    view.depth = base.depth + 1
-    return view
-
-
-cdef bint are_numbers(tuple values):
-    """Whether there are only integers, also in lists, and None: what can be compared at no risk."""
-    for value in values:
-        if type(value) is list:
-            for item in <list>value:
-                if type(item) is not int:
-                    return False
-        elif type(value) is not int and value is not None:
-            return False
-    return True
+cdef Operation begin(kind, name):
+    """A new operation, at a lower price than by calling the class."""
+    cdef Operation operation = Operation.__new__(Operation)
+    operation.kind = kind
+    operation.name = name
+    return operation
 
 
 @cython.final
 @cython.no_gc
-@cython.freelist(4)
+@cython.freelist(8)
 cdef class Operation:
-    """The paged operands of one call. It holds them from `pin` on until `let_go`."""
+    """The paged operands of one call: `collect` or `add`, `pin`, `dense` and `leave`, `end`.
+
+    Parameters
+    ----------
+    kind : type
+        The paged tensor's class. Its instances have `_region`, `_runtime` and `_footprint`.
+    name : str
+        The operator's, for messages.
+
+    Also a context manager: it pins when it is entered and ends when it is left.
+    """
 
     def __cinit__(self):
         self.held = &self.small.held
@@ -124,9 +92,107 @@ cdef class Operation:
         self.tensors = []
         self.footprints = []
 
+    def __init__(self, kind, str name):
+        self.kind = kind
+        self.name = name
+
     def __dealloc__(self):
+        if self.pinned and self.pump is not None:
+            self.pump.abandon(self.held)
         if self.held != &self.small.held:
             free(self.held)
+
+    # Collect.
+
+    cpdef int add(self, tensor, int mode, bint guarded=False, bint whole=False) except -1:
+        """Add one paged tensor. Blocks where something waits for it to be looked at: that runs first.
+
+        A `guarded` one gets a dense view that refuses to be resized larger; with `whole`, the view
+        lies in a storage that is the tensor's whole region.
+        """
+        cdef Footprint footprint = tensor._footprint
+        cdef pagert_access *access
+        if footprint is None:
+            footprint = footprint_of(tensor)
+        if not footprint.measured:
+            footprint.measure(tensor if footprint.geometry is None else footprint.geometry)
+        if footprint.size_bytes == 0:
+            return self.add_empty(tensor)
+        if footprint.region is not None:
+            if footprint.region.deferred is not None:
+                footprint.region.settle()
+            if footprint.region.pump is not self.pump:
+                self.meet(tensor, footprint)
+        else:
+            self.meet(tensor, footprint)
+        if self.count == self.room:
+            self.grow()
+        access = &self.held.accesses[0] + self.count
+        memset(access, 0, sizeof(pagert_access))
+        if footprint.region is not None:
+            access.region = footprint.region.handle
+        access.offset_bytes = footprint.offset_bytes
+        access.size_bytes = footprint.size_bytes
+        if mode == PAGERT_OVERWRITE:
+            if fills_range(tensor):
+                self.overwrites = True
+            else:
+                mode = PAGERT_UPDATE
+        access.mode = mode
+        if guarded or whole:
+            if self.special is None:
+                self.special = {}
+            self.special[self.count] = "whole" if whole else "guarded"
+            if guarded and self.find(tensor) >= 0:  # a result that is also an operand: one view for both
+                self.special[self.find(tensor)] = "guarded"
+            if whole:
+                access.offset_bytes = 0
+                access.size_bytes = base_tensor.untyped_storage(tensor).nbytes()
+        self.count += 1
+        self.tensors.append(tensor)
+        self.footprints.append(footprint)
+        return 0
+
+    cdef int add_empty(self, tensor) except -1:
+        """Without elements there are no bytes to pin."""
+        runtime = self.runtime_of()
+        if runtime is not None and tensor._runtime is not runtime:
+            raise another_pager(self.name, self.tensors, tensor)
+        if self.empty is None:
+            self.empty = []
+        self.empty.append([tensor, None])
+        return 0
+
+    cdef int meet(self, tensor, Footprint footprint) except -1:
+        """The first operand says whose pump it is; another one's is refused."""
+        runtime = self.runtime_of()
+        if runtime is None:
+            if footprint.region is None:
+                self.other_pump = footprint.owner.pump
+            else:
+                self.pump = footprint.region.pump
+        elif tensor._runtime is not runtime:
+            raise another_pager(self.name, self.tensors, tensor)
+        elif self.pump is None and footprint.region is not None:  # the first was without elements
+            self.pump = footprint.region.pump
+        elif self.other_pump is None and footprint.region is None:
+            self.other_pump = footprint.owner.pump
+        return 0
+
+    cpdef int collect(self, value, int mode) except -1:
+        """Add the paged tensors of one argument: a tensor, a list of tensors or anything else."""
+        kind = type(value)
+        if kind is self.kind:
+            self.add(value, mode)
+        elif kind is list:
+            for item in <list>value:
+                if type(item) is self.kind:
+                    self.add(item, mode)
+        elif kind is tuple:
+            for item in <tuple>value:
+                if type(item) is self.kind:
+                    self.add(item, mode)
+        return 0
 
     cdef int grow(self) except -1:
         cdef Py_ssize_t room = self.room * 4
@@ -142,35 +208,211 @@ cdef class Operation:
         self.room = room
         return 0
 
-    cdef bint pin(self) except -1:
-        """Hold the operands on the device. False where there is no room: nothing is held then."""
-        self.held.pin.accesses = &self.held.accesses[0]
-        self.held.pin.access_count = <uint32_t>self.count
-        try:
-            self.pump.hold(self.held)
-        except (OutOfFrames, TierFull):
-            return False
-        self.pinned = True
-        return True
+    @property
+    def runtime(self):
+        """The runtime of all operands; None before the first one."""
+        return self.runtime_of()
 
-    cdef void let_go(self) noexcept:
-        if self.pinned:
-            self.pinned = False
-            self.pump.let_go(self.held)
+    cdef object runtime_of(self):
+        if self.tensors:
+            return self.tensors[0]._runtime
+        if self.empty is not None:
+            return self.empty[0][0]._runtime
+        return None
 
     cdef uint64_t pages_bytes(self):
         """What the operands take on the device, those that share pages counted twice."""
-        cdef uint64_t page_bytes = self.pump.page_bytes
+        cdef uint64_t page_bytes
         cdef uint64_t page_count = 0
         cdef Py_ssize_t i
         cdef pagert_access *access
+        if self.count == 0:
+            return 0
+        page_bytes = self.tensors[0]._runtime.page_bytes if self.pump is None else self.pump.page_bytes
         for i in range(self.count):
             access = &self.held.accesses[0] + i
             page_count += ((access.offset_bytes + access.size_bytes - 1) // page_bytes
                            - access.offset_bytes // page_bytes + 1)
         return page_count * page_bytes
 
-    cdef bint is_apart(self, object result) except -1:
+    cdef uint64_t arena_bytes(self):
+        if self.count == 0:
+            return 0
+        return self.tensors[0]._runtime.storage.nbytes() if self.pump is None else self.pump.arena.size_bytes
+
+    # Pin.
+
+    cpdef int pin(self) except -1:
+        """Bring every operand to the device and hold it there. Blocks until all are resident.
+
+        Raises `OutOfFrames` where they do not fit together beside what is held; nothing is held then.
+        """
+        if self.count == 0:
+            return 0
+        if self.overwrites and self.count > 1:
+            self.keep_shared_bytes()
+        try:
+            if self.pump is None:
+                self.pin_elsewhere()
+            else:
+                self.hold()
+        except OutOfFrames as error:
+            raise operands_do_not_fit(
+                self.name, self.tensors, [(&self.held.accesses[0] + i).mode for i in range(self.count)], error
+            ) from error
+        self.pinned = True
+        self.lent = 0
+        return 0
+
+    cdef void prepare(self) noexcept:
+        memset(&self.held.pin, 0, sizeof(self.held.pin))
+        memset(&self.held.user, 0, sizeof(self.held.user))
+        self.held.pin.accesses = &self.held.accesses[0]
+        self.held.pin.access_count = <uint32_t>self.count
+
+    cdef int hold(self) except -1:
+        self.prepare()
+        try:
+            self.pump.hold(self.held)
+        except TierFull:
+            if not self.runtime_of().settle():  # what is deferred may hold gradients that nobody else does
+                raise
+            self.prepare()
+            self.pump.hold(self.held)
+        if self.pump.recorder is not None:
+            self.pump.note([(<Footprint>one).region for one in self.footprints], self.held)
+        return 0
+
+    cdef int pin_elsewhere(self) except -1:
+        """Pin at the pump of another runtime, which takes what a list can say."""
+        cdef pagert_access *access
+        cdef Py_ssize_t i
+        cdef list accesses = []
+        for i in range(self.count):
+            access = &self.held.accesses[0] + i
+            accesses.append(((<Footprint>self.footprints[i]).owner, access.offset_bytes, access.size_bytes,
+                             access.mode))
+        self.other_pin = self.other_pump.pin(accesses)
+        for i in range(self.count):
+            (&self.held.accesses[0] + i).device_bytes = self.other_pin.device_bytes[i]
+        return 0
+
+    cdef int keep_shared_bytes(self) except -1:
+        """Make overwrites updates where the same call also uses the region in another way."""
+        cdef Py_ssize_t i
+        cdef dict count = {}
+        for one in self.footprints:
+            count[id((<Footprint>one).owner)] = count.get(id((<Footprint>one).owner), 0) + 1
+        for i in range(self.count):
+            if (&self.held.accesses[0] + i).mode == PAGERT_OVERWRITE:
+                if count[id((<Footprint>self.footprints[i]).owner)] > 1:
+                    (&self.held.accesses[0] + i).mode = PAGERT_UPDATE
+        return 0
+
+    # Lend.
+
+    cpdef object dense(self, value):
+        """One argument with its paged tensors replaced by their dense views, valid until the end.
+
+        Cheapest in the order in which they were added.
+        """
+        cdef list lent
+        cdef Py_ssize_t i
+        kind = type(value)
+        if kind is self.kind:
+            return self.lend(value)
+        if kind is not list and kind is not tuple:
+            return value
+        lent = list(value)
+        for i in range(len(lent)):
+            if type(lent[i]) is self.kind:
+                lent[i] = self.lend(lent[i])
+        return lent if kind is list else tuple(lent)
+
+    cdef object lend(self, tensor):
+        cdef Py_ssize_t index = self.lent
+        if index < self.count and self.tensors[index] is tensor:
+            self.lent = index + 1
+            return self.look(index)
+        index = self.find(tensor)
+        if index >= 0:
+            self.lent = index + 1
+            return self.look(index)
+        for one in self.empty or ():
+            if one[0] is tensor:
+                if one[1] is None:
+                    one[1] = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype,
+                                                 device=tensor.device)
+                return one[1]
+        raise RuntimeError(f"{self.name}: a dense view of a tensor that was not collected")
+
+    cdef Py_ssize_t find(self, tensor) except -2:
+        cdef Py_ssize_t i
+        for i in range(self.count):
+            if self.tensors[i] is tensor:
+                return i
+        return -1
+
+    cdef object look(self, Py_ssize_t index):
+        """The dense view of an operand whose bytes are pinned at an address in the arena."""
+        cdef Footprint footprint = self.footprints[index]
+        cdef uint64_t device_bytes = (&self.held.accesses[0] + index).device_bytes
+        cdef uint64_t item_bytes
+        if self.special is not None and index in self.special:
+            return self.look_specially(index)
+        if footprint.dense is not None and footprint.device_bytes == device_bytes:
+            return footprint.dense
+        tensor = self.tensors[index]
+        geometry = tensor if footprint.geometry is None else footprint.geometry
+        dtype = geometry.dtype
+        runtime = tensor._runtime
+        flat = (<dict>runtime.flat).get(dtype)
+        if flat is None:
+            flat = flat_arena(runtime, dtype)
+        item_bytes = geometry.itemsize
+        dense = flat.as_strided(geometry.size(), geometry.stride(), device_bytes // item_bytes)
+        set_signs(dense, geometry)
+        footprint.dense = dense
+        footprint.device_bytes = device_bytes
+        return dense
+
+    cdef object look_specially(self, Py_ssize_t index):
+        """A dense view on a storage of its own: it cannot grow beyond it, and has nothing around it."""
+        cdef pagert_access *access = &self.held.accesses[0] + index
+        found = self.special[index]
+        if type(found) is not str:
+            return found
+        tensor = self.tensors[index]
+        first = self.find(tensor)
+        if first != index and first in self.special:
+            return self.look_specially(first)
+        storage = tensor._runtime.storage[access.device_bytes:access.device_bytes + access.size_bytes]
+        dense = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        dense.set_(storage, int(tensor.storage_offset()) if found == "whole" else 0, tensor.size(),
+                   tensor.stride())
+        set_signs(dense, tensor)
+        self.special[index] = dense
+        return dense
+
+    # Leave.
+
+    cpdef object leave(self, result):
+        """What the operator returned, as its caller may keep it.
+
+        An operand's dense view leaves as the operand, another alias of its bytes as a paged view. Raises
+        `UnsupportedOperator` for what would keep an alias in another layout.
+        """
+        cdef Py_ssize_t i
+        if result is None:
+            return None
+        for i in range(self.count):
+            if result is (<Footprint>self.footprints[i]).dense:
+                return self.tensors[i]
+        if self.special is None and self.empty is None and self.is_apart(result):
+            return result
+        return self.leave_alias(result)
+
+    cdef bint is_apart(self, result) except -1:
         """Whether a result is made of plain tensors that surely share nothing with the arena."""
         cdef uintptr_t address
         if result is None:
@@ -182,273 +424,119 @@ cdef class Operation:
             return True
         if type(result) is not plain_tensor or result.layout is not strided:
             return False
+        if self.pump is None:
+            return self.find_alias(result) < 0
         address = result.data_ptr()
         return (address < self.pump.arena.address
                 or address >= self.pump.arena.address + self.pump.arena.size_bytes)
 
-
-cdef class Dispatcher:
-    """Runs operators on tensors of one class.
-
-    Parameters
-    ----------
-    kind : type
-        The paged tensor's class. Its instances have `_footprint`, a `Footprint` or None, beside
-        `_region` and `_runtime`.
-    plans : dict
-        Plans by operator: `call`, `short`, `written` and `gradients` are read here, `route` is the
-        long way.
-    make_plan : callable
-        operator -> plan, for an operator that is not in `plans`.
-    geometry : callable
-        tensor -> plain tensor of the same geometry over the same storage, which has no memory.
-    flat : callable
-        (runtime, dtype) -> the device tier as one plain tensor.
-    leave : callable
-        (plan, tensors, byte ranges, addresses, dense views, result) -> what the caller may keep.
-    parts : int
-        A list of operands, or a copy, runs at once where it takes at most one of so many equal parts
-        of the device tier.
-    """
-
-    cdef object kind
-    cdef dict plans
-    cdef object make_plan, geometry, flat, leave
-    cdef uint64_t parts
-
-    def __init__(self, kind, dict plans, make_plan, geometry, flat, leave, uint64_t parts):
-        self.kind = kind
-        self.plans = plans
-        self.make_plan = make_plan
-        self.geometry = geometry
-        self.flat = flat
-        self.leave = leave
-        self.parts = parts
-
-    def dispatch(self, func, types, tuple args=(), kwargs=None):
-        """What `__torch_dispatch__` does."""
-        for kind in types:
-            if kind is not self.kind:
-                return NotImplemented  # another wrapper's turn
-        plan = self.plans.get(func)
-        if plan is None:
-            plan = self.make_plan(func)
-        short = plan.short
-        if short is not None:
-            if short == "view":
-                result = self.view(plan, args, kwargs)
-            else:
-                result = self.run(plan, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        return plan.route(self.kind, plan, args, kwargs or {})
-
-    cdef Footprint footprint(self, object tensor):
-        """The footprint of a tensor, or None for one that has no bytes of a pump."""
-        cdef Footprint found = tensor._footprint
-        if found is None:
-            region = tensor._region
-            if isinstance(region, Region):  # other runtimes bring regions of their own
-                found = Footprint.__new__(Footprint)
-                found.region = region
-                tensor._footprint = found
-        return found
-
-    # Views.
-
-    cdef object view(self, plan, tuple args, kwargs):
-        """Another look at the region of the first argument, or NotImplemented."""
-        cdef Footprint base
-        cdef Py_ssize_t i
-        tensor = args[0]
-        if type(tensor) is not self.kind:
-            return NotImplemented
-        for i in range(1, len(args)):
-            if type(args[i]) is self.kind:
-                return NotImplemented
-        base = self.footprint(tensor)
-        if base is None:
-            return NotImplemented
-        numbers = args[1:]
-        repeats = not kwargs and base.depth < DEPTH_MAX and are_numbers(numbers)
-        if repeats and base.view_plan is plan and base.view_numbers == numbers:
-            view = base.view
-        else:
-            if base.geometry is None:
-                base.geometry = self.geometry(tensor)
-            view = view_of(base, plan.call(base.geometry, *numbers, **(kwargs or {})))
-            if repeats:
-                base.view = view
-                base.view_plan = plan
-                base.view_numbers = numbers
-        if type(view) is Footprint:
-            return self.wrap(tensor, view)
-        return type(view)([self.wrap(tensor, one) for one in view])
-
-    cdef object wrap(self, tensor, Footprint footprint):
-        """A paged tensor of this footprint, in the same region as another one."""
-        view = make_subclass(self.kind, footprint.geometry)
-        view._region = footprint.region
-        view._runtime = tensor._runtime
-        view._footprint = footprint
-        return view
-
-    # Operators that look at bytes.
-
-    cdef bint add(self, Operation call, object tensor, int mode) except -1:
-        """Add one operand. False where the call is not simple."""
-        cdef Footprint footprint = tensor._footprint
+    cdef object leave_alias(self, result):
+        cdef Py_ssize_t index
         cdef pagert_access *access
-        if footprint is None:
-            footprint = self.footprint(tensor)
-            if footprint is None:
-                return False
-        if not footprint.measured:
-            footprint.measure(tensor if footprint.geometry is None else footprint.geometry)
-        if footprint.size_bytes == 0:
-            return False
-        if footprint.region.deferred is not None:
-            footprint.region.settle()
-        if call.pump is None:
-            call.pump = footprint.region.pump
-        elif footprint.region.pump is not call.pump:
-            return False
-        if call.count == call.room:
-            call.grow()
-        access = &call.held.accesses[0] + call.count
-        memset(access, 0, sizeof(pagert_access))
-        access.region = footprint.region.handle
-        access.offset_bytes = footprint.offset_bytes
-        access.size_bytes = footprint.size_bytes
-        access.mode = mode
-        call.count += 1
-        call.tensors.append(tensor)
-        call.footprints.append(footprint)
-        return True
+        if type(result) is list or type(result) is tuple:
+            return type(result)([self.leave_alias(item) for item in result])
+        if not isinstance(result, plain_tensor):
+            return result
+        for one in self.empty or ():
+            if result is one[1]:
+                return one[0]
+        for index in range(self.count):
+            if result is self.look(index):
+                return self.tensors[index]
+        if result.layout is not strided:
+            for part in strided_parts(result):
+                if self.find_alias(part) >= 0:
+                    raise hidden_alias(self.name, result)
+            return result
+        index = self.find_alias(result)
+        if index < 0:
+            return result
+        if result.is_nested or result.is_quantized:
+            raise hidden_alias(self.name, result)
+        owner = self.tensors[index]
+        access = &self.held.accesses[0] + index
+        start_bytes = result.data_ptr() - owner._runtime.storage.data_ptr()
+        offset_bytes = access.offset_bytes + start_bytes - access.device_bytes
+        return self.kind._view(owner, result, offset_bytes // result.itemsize)
 
-    cdef bint add_all(self, Operation call, object value, int mode) except -1:
-        """Add the paged tensors of one argument. False where the call is not simple."""
-        kind = type(value)
-        if kind is self.kind:
-            return self.add(call, value, mode)
-        if kind is list:
-            for item in <list>value:
-                if type(item) is self.kind and not self.add(call, item, mode):
-                    return False
-        elif kind is tuple:
-            for item in <tuple>value:
-                if type(item) is self.kind and not self.add(call, item, mode):
-                    return False
-        return True
-
-    cdef object dense(self, Operation call, object value):
-        """An argument with its paged tensors replaced. In the order in which they were added."""
+    cdef Py_ssize_t find_alias(self, result) except -2:
+        """The index of the access whose bytes `result` shares, or -1."""
         cdef Py_ssize_t i
-        cdef list lent
-        kind = type(value)
-        if kind is self.kind:
-            return self.next_dense(call)
-        if kind is not list and kind is not tuple:
-            return value
-        lent = list(value)
-        for i in range(len(lent)):
-            if type(lent[i]) is self.kind:
-                lent[i] = self.next_dense(call)
-        return lent if kind is list else tuple(lent)
+        cdef pagert_access *access
+        if self.count == 0:
+            return -1
+        storage = self.tensors[0]._runtime.storage
+        start = result.data_ptr() - storage.data_ptr()
+        if not 0 <= start < storage.nbytes():
+            return -1
+        for i in range(self.count):
+            access = &self.held.accesses[0] + i
+            if 0 <= start - access.device_bytes < access.size_bytes:
+                return i
+        raise foreign_alias(self.name)
 
-    cdef object next_dense(self, Operation call):
-        cdef Footprint footprint = call.footprints[call.lent]
-        cdef pagert_access *access = &call.held.accesses[0] + call.lent
-        if footprint.dense is None or footprint.device_bytes != access.device_bytes:
-            self.look(footprint, call.tensors[call.lent], access.device_bytes)
-        call.lent += 1
-        return footprint.dense
+    # End.
 
-    cdef int look(self, Footprint footprint, object tensor, uint64_t device_bytes) except -1:
-        """Make the dense view of a tensor whose bytes are pinned at an address in the arena."""
-        geometry = tensor if footprint.geometry is None else footprint.geometry
-        runtime = tensor._runtime
-        dtype = geometry.dtype
-        flat = (<dict>runtime.flat).get(dtype)
-        if flat is None:
-            flat = self.flat(runtime, dtype)
-        cdef uint64_t item_bytes = geometry.itemsize
-        dense = flat.as_strided(geometry.size(), geometry.stride(), device_bytes // item_bytes)
-        if geometry.is_neg():
-            torch._C._set_neg(dense, True)
-        if geometry.is_conj():
-            torch._C._set_conj(dense, True)
-        footprint.dense = dense
-        footprint.device_bytes = device_bytes
+    cpdef int end(self, fence=None) except -1:
+        """Let every operand go; the dense views must not be used any more. Idempotent. Does not block.
+
+        Parameters
+        ----------
+        fence : object, optional
+            With a method `passed()`: whether the work that uses the operands is done. They are held until it has
+            passed, beyond this call; whoever needs their frames waits for that. Without: they are let go now.
+        """
+        if not self.pinned:
+            return 0
+        if fence is not None and not fence.passed():
+            if self.pump is None:
+                raise RuntimeError("another runtime's pump holds nothing beyond a call")
+            self.pump.end_after(self, self.held, fence)
+        else:
+            self.let_go()
         return 0
 
-    cdef object run(self, plan, tuple args, kwargs):
-        """The result, or NotImplemented if the call is not simple after all. Then nothing was done."""
-        cdef Operation call = Operation.__new__(Operation)
-        cdef Py_ssize_t i
-        cdef bint writes = False
-        written = plan.written
-        gradients = plan.gradients
-        if gradients is not None and kwargs and kwargs.get("grad_scale") is not None:
-            gradients = None  # the kernel unscales them in place
-        for i in range(len(args)):
-            writes = written and i in written and i != gradients
-            if not self.add_all(call, args[i], PAGERT_UPDATE if writes else PAGERT_READ):
-                return NotImplemented
-        if kwargs:
-            for name, value in (<dict>kwargs).items():
-                writes = written and name in written
-                if not self.add_all(call, value, PAGERT_UPDATE if writes else PAGERT_READ):
-                    return NotImplemented
-        if call.count == 0 or call.pump.recorder is not None:
-            return NotImplemented
-        if plan.short == "list" and call.pages_bytes() > call.pump.arena.size_bytes // self.parts:
-            return NotImplemented  # group by group
-        if not call.pin():
-            return NotImplemented  # the long way says it with the operands' shapes
-        try:
-            operands = tuple([self.dense(call, value) for value in args])
-            if kwargs:
-                dense_options = {name: self.dense(call, value)
-                                 for name, value in (<dict>kwargs).items()}
-                result = plan.call(*operands, **dense_options)
-            else:
-                result = plan.call(*operands)
-            if result is None:
-                return None
-            for i in range(call.count):
-                if result is (<Footprint>call.footprints[i]).dense:
-                    return call.tensors[i]
-            if call.is_apart(result):
-                return result
-            return self.leave(
-                plan,
-                call.tensors,
-                [((<Footprint>one).offset_bytes, (<Footprint>one).size_bytes)
-                 for one in call.footprints],
-                [(&call.held.accesses[0] + i).device_bytes for i in range(call.count)],
-                [(<Footprint>one).dense for one in call.footprints],
-                result)
-        finally:
-            call.let_go()
+    cdef void let_go(self) noexcept:
+        if not self.pinned:
+            return
+        self.pinned = False
+        if self.pump is None:
+            self.other_pin.release()
+            self.other_pin = None
+        else:
+            self.pump.let_go(self.held)
 
-    def copy(self, target, source, int mode, bint non_blocking):
-        """Copy between two tensors, at least one of them paged. `mode` is the target's.
+    def __enter__(self):
+        self.pin()
+        return self
 
-        Returns
-        -------
-        bool
-            False where it is large or otherwise not simple. Then nothing was done.
-        """
-        cdef Operation call = Operation.__new__(Operation)
-        if not (self.add_all(call, target, mode) and self.add_all(call, source, PAGERT_READ)):
-            return False
-        if call.count == 0 or call.pump.recorder is not None:
-            return False
-        if call.pages_bytes() > call.pump.arena.size_bytes // self.parts or not call.pin():
-            return False
-        try:
-            plain_copy(self.dense(call, target), self.dense(call, source), non_blocking)
-        finally:
-            call.let_go()
-        return True
+    def __exit__(self, *exception):
+        self.end()
+
+
+cdef object flat_arena(runtime, dtype):
+    """The device tier as one plain tensor; dense views are cut out of it."""
+    storage = runtime.storage
+    with torch.inference_mode(False):  # or it would be good for nothing else
+        found = torch.empty(0, dtype=dtype, device=storage.device)
+        found.set_(storage, 0, (storage.nbytes() // found.itemsize,), (1,))
+    runtime.flat[dtype] = found
+    return found
+
+
+cdef int set_signs(dense, geometry) except -1:
+    if geometry.is_neg():
+        torch._C._set_neg(dense, True)
+    if geometry.is_conj():
+        torch._C._set_conj(dense, True)
+    return 0
+
+
+cdef list strided_parts(tensor):
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []

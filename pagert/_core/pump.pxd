@@ -4,8 +4,9 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from pagert._core.arena cimport Arena
-from pagert._core.flash cimport CopyEngine, FlashFile, pagert_engine
-from pagert._core.pager cimport (
+from pagert._core.device cimport Device
+from pagert._core.flash cimport FlashFile, pagert_engine
+from pagert._core.core cimport (
     PAGERT_LINK_COUNT, PAGERT_TIER_COUNT, pagert_access, pagert_config, pagert_counters, pagert_failure,
     pagert_pin, pagert_region, pagert_residency, pagert_transfer, pagert_usage,
 )
@@ -88,9 +89,8 @@ cdef class Region
 
 cdef class Pump:
     cdef pagert_pump *handle    # owned; NULL once closed
-    cdef readonly Arena arena
-    cdef Arena host_arena
-    cdef CopyEngine copy_engine
+    cdef readonly Device device # owned
+    cdef readonly Arena arena   # the device's
     cdef FlashFile flash        # owned, may be None
     cdef readonly uint64_t page_bytes
     cdef uint32_t device_frames
@@ -101,12 +101,18 @@ cdef class Pump:
     cdef user *calls            # under way in some thread: close() waits for them
     cdef user *pins             # held, or on their way to be; the youngest first
     cdef uint64_t releases      # counts those that left `pins`
+    cdef list endings           # (fence, operation): pins that outlive their call
     cdef public list recorder   # where set: what operators need and regions that come and go, in order
     cdef uint64_t region_count  # regions so far: the number of the next one
 
     cdef bint stop_quietly(self)
+    cdef int close_tiers(self) except -1
     cdef void forget(self, held_pin *held) noexcept
     cdef void let_go(self, held_pin *held) noexcept
+    cdef void abandon(self, held_pin *held) noexcept
+    cdef int end_after(self, operation, held_pin *held, fence) except -1
+    cdef int wait_for_fences(self) except -1
+    cdef int end_passed(self) except -1
     cdef int enter(self) except -1
     cdef int own(self, Region region) except -1
     cdef int wait(self, str what, double *started, bint *warned) except -1

@@ -4,7 +4,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pagert._core.arena import Arena as Arena
+from pagert._core.arena import Arena
+from pagert._core.device import Device
 
 READ: int
 UPDATE: int
@@ -36,7 +37,7 @@ class Pin:
     def __exit__(self, *exception: object) -> None: ...
 
 class Pump:
-    """The core, its lock, its thread and its arenas. See include/pagert/pump.h.
+    """The core, its lock and its thread, over a device, which it then owns. See include/pagert/pump.h.
 
     Raises pagert's errors: `OutOfFrames` (attributes `needed_bytes`, `unpinned_bytes`,
     `capacity_bytes`), `TierFull`, `TransferError`, `TransferTimeout`, `PagerClosed`. Waits release
@@ -45,15 +46,13 @@ class Pump:
 
     def __init__(
         self,
+        device: Device,
         *,
         page_bytes: int,
         page_count: int,
-        device_frames: int,
-        host_frames: int = 0,
         flash: Any = None,  # an open pagert._core.flash.FlashFile, which the pump then owns
         policy: str = "lru",
         transfer_pages_max: int = 16,
-        copy_threads: int = 2,
         warn_seconds: float = 30.0,
         deadline_seconds: float = 600.0,
     ) -> None: ...
@@ -63,7 +62,10 @@ class Pump:
     that is collected its number."""
 
     @property
-    def arena(self) -> Arena: ...
+    def device(self) -> Device: ...
+    @property
+    def arena(self) -> Arena:
+        """The device's."""
     @property
     def page_bytes(self) -> int: ...
     @property

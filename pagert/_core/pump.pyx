@@ -8,62 +8,38 @@ take no lock: they leave a node for the pump to find.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
-from libc.string cimport memset
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport Py_XINCREF, PyObject
 
 from pagert._core.arena cimport count_of_forks
-from pagert._core.users cimport link, others_hold, unlink
-from pagert._core.pager cimport (
-    PAGERT_DEVICE, PAGERT_E_FRAMES, PAGERT_E_FULL, PAGERT_E_PAGES, PAGERT_E_STALE, PAGERT_E_STATE,
-    PAGERT_E_TRANSFER, PAGERT_FLASH, PAGERT_HOST, PAGERT_OVERWRITE, PAGERT_READ, PAGERT_UPDATE,
-    pagert_policy_lookahead, pagert_policy_lru,
+from pagert._core.clock cimport now
+from pagert._core.device cimport frames_of
+from pagert._core.flash cimport FLASH_READ_BYTES, FLASH_WRITE_BYTES
+from pagert._core.state cimport as_dict, usage_of
+from pagert._core.users cimport any_is_ready, link, mine_is_among, others_hold, unlink
+from pagert._core.core cimport (
+    PAGERT_DEVICE, PAGERT_E_FRAMES, PAGERT_E_FULL, PAGERT_E_STATE, PAGERT_E_TRANSFER, PAGERT_FLASH, PAGERT_HOST,
+    PAGERT_OVERWRITE, PAGERT_READ, PAGERT_UPDATE, pagert_policy_named,
 )
 
 import logging
 
-from pagert._core.arena import Arena, format_size
-from pagert._core.refusals import cannot_open, out_of_frames, tier_full, transfer_failed, waiting
-from pagert.errors import (
-    ConfigurationError,
-    ForeignTensor,
-    PagerClosed,
-    PagertError,
-    TransferTimeout,
-)
+from pagert._core.core import policy_names
+from pagert._core.refusals import LINKS, cannot_open, out_of_frames, refused, tier_full, transfer_failed, waiting
+from pagert.errors import ConfigurationError, ForeignTensor, PagerClosed, PagertError, TransferTimeout
 
-__all__ = ["OVERWRITE", "READ", "UPDATE", "Arena", "Pin", "Pump", "Region"]
+__all__ = ["OVERWRITE", "READ", "UPDATE", "Pin", "Pump", "Region"]
 
 READ = <object>PAGERT_READ
 UPDATE = <object>PAGERT_UPDATE
 OVERWRITE = <object>PAGERT_OVERWRITE
 
 cdef uint64_t SLICE_NS = 50_000_000       # a wait looks for Ctrl-C this often
-# In flight at the disk: what an urgent fetch waits behind. Measured with bench/tiers.py, as parts of the best plain
-# loop while the processors were busy: 32 MiB read 0.91 and write 0.79, 64 MiB 0.95 and 0.91, 128 MiB 1.05 and 1.05,
-# 256 MiB 1.15 and 1.17. A disk that tells of many at once leaves their checksums for last: reads gain less.
-cdef uint64_t FLASH_READ_BYTES = 128 << 20
-cdef uint64_t FLASH_WRITE_BYTES = 256 << 20
-cdef uint32_t MEMORY_DEPTH = 16           # copies in flight; each is cut among the copy threads anyway
-LINKS = ("fill of a zero page", "move within the device tier", "copy from host to device",
-         "read from flash to device", "read from flash to host", "copy from device to host",
-         "write from device to flash", "write from host to flash")
+cdef uint64_t FENCE_NS = 100_000          # and for fences, which nobody signals, this often
 CLOSE = "close()"
 _log = logging.getLogger("pagert")
-
-cdef double now() noexcept nogil:
-    cdef timespec t
-    clock_gettime(CLOCK_MONOTONIC, &t)
-    return <double>t.tv_sec + 1e-9 * <double>t.tv_nsec
-
-
-cdef list usage_of(const pagert_pump_state *state):
-    """(capacity, used, peak) frames of each tier."""
-    return [(state.usage[i].capacity_frames, state.usage[i].used_frames, state.usage[i].peak_frames)
-            for i in range(PAGERT_TIER_COUNT)]
 
 
 # None of these can be part of a cycle of references. The garbage collector must not clear their attributes
@@ -145,37 +121,35 @@ cdef class Pin:
 
 @cython.no_gc
 cdef class Pump:
-    """The core, its lock, its thread and its arenas. See include/pagert/pump.h."""
+    """The core, its lock and its thread, over a device. See include/pagert/pump.h."""
 
-    def __cinit__(self, *, uint64_t page_bytes, uint32_t page_count, uint32_t device_frames,
-                  uint32_t host_frames=0, FlashFile flash=None, str policy="lru",
-                  uint32_t transfer_pages_max=16, int copy_threads=2, double warn_seconds=30.0,
+    def __cinit__(self, Device device not None, *, uint64_t page_bytes, uint32_t page_count, FlashFile flash=None,
+                  str policy="lru", uint32_t transfer_pages_max=16, double warn_seconds=30.0,
                   double deadline_seconds=600.0):
         cdef pagert_pump_options options
         cdef int code
         memset(&options, 0, sizeof(options))
-        if policy not in ("lru", "lookahead"):
-            raise ConfigurationError(f"policy is {policy!r}; allowed: 'lru', 'lookahead'")
+        options.config.policy = pagert_policy_named(policy.encode())
+        if options.config.policy == NULL:
+            raise ConfigurationError(f"policy is {policy!r}; allowed: " + ", ".join(map(repr, policy_names())))
         self.page_bytes = page_bytes
-        self.device_frames = device_frames
+        self.device_frames = frames_of(device.arena, page_bytes)
         self.warn_seconds = warn_seconds
         self.deadline_seconds = deadline_seconds
         self.process = count_of_forks()
-        self.arena = Arena(page_bytes * device_frames)
+        self.endings = []
         options.config.page_bytes = page_bytes
         options.config.page_count = page_count
-        options.config.frame_count[<int>PAGERT_DEVICE] = device_frames
-        options.config.frame_count[<int>PAGERT_HOST] = host_frames
+        options.config.frame_count[<int>PAGERT_DEVICE] = self.device_frames
+        options.config.frame_count[<int>PAGERT_HOST] = frames_of(device.host_arena, page_bytes)
         options.config.transfer_pages_max = transfer_pages_max
-        options.config.policy = (
-            pagert_policy_lru() if policy == "lru" else pagert_policy_lookahead())
-        options.device_arena = <void *><uintptr_t>self.arena.address
-        if host_frames:
-            self.host_arena = Arena(page_bytes * host_frames)
-            options.host_arena = <void *><uintptr_t>self.host_arena.address
-        self.copy_engine = CopyEngine(copy_threads)
-        self.copy_engine.take_engine(&options.memory)
-        options.memory_depth = MEMORY_DEPTH
+        options.device_arena = <void *><uintptr_t>device.arena.address
+        if device.host_arena is not None:
+            options.host_arena = <void *><uintptr_t>device.host_arena.address
+        options.memory_depth = device.memory_depth
+        device.take_engine(&options.memory)
+        self.device = device
+        self.arena = device.arena
         try:
             if flash is not None:
                 options.config.frame_count[<int>PAGERT_FLASH] = <uint32_t>(
@@ -191,7 +165,7 @@ cdef class Pump:
                                   [options.config.frame_count[i] for i in range(PAGERT_TIER_COUNT)])
         except BaseException:
             self.handle = NULL
-            self.close_engines()
+            self.close_tiers()
             raise
         self.arena.set_held(<void **>&self.pins)
 
@@ -204,14 +178,14 @@ cdef class Pump:
             self.arena.set_held(NULL)
         if self.handle and not self.stop_quietly():
             # The kernel may still write to the arenas: they, the engines and the thread stay for good.
-            for kept in (self.arena, self.host_arena, self.copy_engine, self.flash):
+            for kept in (self.device, self.flash):
                 Py_XINCREF(<PyObject *>kept)
             return
         if self.handle:
             with nogil:
                 pagert_pump_close(self.handle)
             self.handle = NULL
-        self.close_engines()
+        self.close_tiers()
 
     cdef bint stop_quietly(self):
         """Stop without an exception: within the deadline, or at once where it has passed before."""
@@ -244,13 +218,54 @@ cdef class Pump:
         if self.handle and self.process == count_of_forks():
             pagert_pump_unpin(self.handle, &held.pin)
 
-    def close_engines(self):
-        if self.copy_engine is not None:
-            self.copy_engine.give_engine_back()
-            self.copy_engine.close()
+    cdef void abandon(self, held_pin *held) noexcept:
+        """Let go of a pin from a finalizer, which takes no lock: the pump does it, on a copy."""
+        cdef size_t size_bytes = sizeof(held_pin) + (<size_t>held.pin.access_count - 1) * sizeof(pagert_access)
+        cdef held_pin *left
+        cdef pagert_release_node *node
+        self.forget(held)
+        if not self.handle or self.process != count_of_forks():
+            return
+        left = <held_pin *>malloc(size_bytes)
+        node = <pagert_release_node *>calloc(1, sizeof(pagert_release_node))
+        if not left or not node:
+            free(left)  # the pages stay held: there is no memory even to say so
+            free(node)
+            return
+        memcpy(left, held, size_bytes)
+        left.pin.accesses = &left.accesses[0]
+        node.pin = &left.pin
+        pagert_pump_release_later(self.handle, node)
+
+    cdef int end_after(self, operation, held_pin *held, fence) except -1:
+        """End an operation's pin when a fence has passed. Its operands stay held, and it alive, until then."""
+        self.endings.append((fence, operation))
+        held.user.ready = False
+        held.user.ending = True
+        return 0
+
+    cdef int wait_for_fences(self) except -1:
+        """Let a moment pass, and then go of the pins whose fences have passed."""
+        cdef uint64_t seen = pagert_pump_changes(self.handle)
+        with nogil:
+            pagert_pump_wait_change(self.handle, seen, FENCE_NS)
+        return self.end_passed()
+
+    cdef int end_passed(self) except -1:
+        """Let go of the pins whose fences have passed."""
+        for one in list(self.endings):
+            if one[0].passed():
+                self.endings = [other for other in self.endings if other is not one]
+                one[1].end()
+        return 0
+
+    cdef int close_tiers(self) except -1:
+        if self.device is not None:
+            self.device.close()
         if self.flash is not None:
             self.flash.give_engine_back()
             self.flash.close()
+        return 0
 
     @property
     def closed(self):
@@ -319,14 +334,7 @@ cdef class Pump:
                     offset_bytes = state.last_failed_offset
             raise transfer_failed(-failure.result, LINKS[failure.link], offset_bytes, folder, usage,
                                   self.page_bytes)
-        if code == PAGERT_E_PAGES:
-            raise PagertError(f"the virtual address space is full: {state.reserved_pages} pages are "
-                              "reserved; delete tensors")
-        if code == PAGERT_E_STALE:
-            raise PagertError("the region was released")
-        if code == PAGERT_E_STATE:
-            raise PagertError("an operator holds these pages; leave resident() first")
-        raise ValueError(f"the core refused the call: code {code}")
+        raise refused(code, state.reserved_pages)
 
     def reserve(self, uint64_t size_bytes):
         """Reserve a region of zero pages, which take no frame until they are written. Does not block."""
@@ -352,8 +360,11 @@ cdef class Pump:
     cdef int hold(self, held_pin *held) except -1:
         """Pin, waiting as long as it takes. On an error nothing is held."""
         cdef user call
-        cdef uint64_t releases = self.releases
+        cdef uint64_t releases
         self.enter()
+        if self.endings:
+            self.end_passed()
+        releases = self.releases
         cdef int outcome = pagert_pump_pin(self.handle, &held.pin, 0)
         link(&self.pins, &held.user)
         if outcome != 1:
@@ -373,7 +384,7 @@ cdef class Pump:
         """`outcome` is the first attempt's; `releases` counted the pins let go of before it."""
         cdef double started = now()
         cdef bint warned = False
-        cdef uint64_t seen
+        cdef uint64_t seen, slice_ns
         cdef pagert_failure failure
         while outcome != 1:
             if outcome == 0:
@@ -381,6 +392,7 @@ cdef class Pump:
                     outcome = pagert_pump_pin_wait(self.handle, &held.pin, SLICE_NS)
                 if outcome == 0 or (outcome == 1 and self.closing):
                     try:
+                        self.end_passed()
                         self.wait("an operator's operands", &started, &warned)
                     except BaseException:
                         pagert_pump_unpin(self.handle, &held.pin)
@@ -390,15 +402,16 @@ cdef class Pump:
                 failure = held.pin.failure
                 self.refuse(outcome, &held.pin, &failure)
             held.user.for_frames = True
+            self.end_passed()
             if releases == self.releases:
                 if not others_hold(self.pins):
                     self.refuse(outcome, &held.pin, NULL)
                 seen = pagert_pump_changes(self.handle)
+                slice_ns = FENCE_NS if self.endings else SLICE_NS
                 with nogil:
-                    pagert_pump_wait_change(self.handle, seen, SLICE_NS)
+                    pagert_pump_wait_change(self.handle, seen, slice_ns)
                 self.wait("an operator that needs frames held by other threads", &started, &warned)
             held.user.for_frames = False
-            held.pin.state = 0
             releases = self.releases
             outcome = pagert_pump_pin(self.handle, &held.pin, 0)
         return 0
@@ -497,7 +510,9 @@ cdef class Pump:
                 again = True
                 if outcome == 1:
                     return 0
-                if outcome < 0:
+                if outcome == PAGERT_E_STATE and self.endings:
+                    self.wait_for_fences()
+                elif outcome < 0:
                     self.refuse(outcome, NULL, &failure)
                 self.wait(what, &started, &warned)
         finally:
@@ -520,22 +535,7 @@ cdef class Pump:
         cdef pagert_pump_state state
         self.enter()
         pagert_pump_get_state(self.handle, &state)
-        return {
-            "counters": {
-                "hits": state.counters.hits,
-                "faults": state.counters.faults,
-                "evictions": state.counters.evictions,
-                "prefetches": state.counters.prefetches,
-                "transferred": [state.counters.transferred[i] for i in range(PAGERT_LINK_COUNT)],
-                "transfers": [state.counters.transfers[i] for i in range(PAGERT_LINK_COUNT)],
-                "failed_transfers": state.counters.failed_transfers,
-            },
-            "usage": usage_of(&state),
-            "held_frames": state.held_frames,
-            "in_flight": state.in_flight,
-            "reserved_pages": state.reserved_pages,
-            "stall_ns": state.stall_ns,
-        }
+        return as_dict(&state)
 
     def reset_counters(self):
         self.enter()
@@ -555,28 +555,24 @@ cdef class Pump:
         cdef int code
         cdef double started = now()
         cdef bint warned = False
-        cdef unsigned long me = PyThread_get_thread_ident()
-        cdef user *one = self.pins
         cdef uint64_t seen
         if not self.handle or self.closing or self.process != count_of_forks():
             return
-        while one:
-            if one.ready:
-                raise PagertError("an operator or a resident() block still holds tensors of this pager; "
-                                  "leave it before close()")
-            one = one.older
-        one = self.calls
-        while one:
-            if one.thread == me:
-                raise PagertError("close() was called by a signal handler or a finalizer while this thread "
-                                  "waits inside of the pager; raise an exception instead")
-            one = one.older
+        if any_is_ready(self.pins):
+            raise PagertError("an operator or a resident() block still holds tensors of this pager; "
+                              "leave it before close()")
+        if mine_is_among(self.calls):
+            raise PagertError("close() was called by a signal handler or a finalizer while this thread "
+                              "waits inside of the pager; raise an exception instead")
         self.closing = True
         try:
             while self.calls:
                 seen = pagert_pump_changes(self.handle)
                 with nogil:
                     pagert_pump_wait_change(self.handle, seen, SLICE_NS)
+                self.wait(CLOSE, &started, &warned)
+            while self.endings:
+                self.wait_for_fences()
                 self.wait(CLOSE, &started, &warned)
             while True:
                 with nogil:
@@ -593,6 +589,4 @@ cdef class Pump:
         self.handle = NULL  # from here on regions are not handed back one by one
         with nogil:
             pagert_pump_close(handle)
-        self.close_engines()
-        self.arena.give_back()
-        self.host_arena = None
+        self.close_tiers()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors and warnings of the pump, with their texts: the value, the limit and the remedy."""
+"""The errors and warnings of the pump and of operations, with their texts: the value, the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -7,10 +7,49 @@ import os
 from collections.abc import Sequence
 from errno import EBADMSG, EINVAL, ENOMEM
 
-from pagert._core.arena import format_size
-from pagert.errors import ConfigurationError, OutOfFrames, TierFull, TransferError
+import torch
 
-__all__ = ["cannot_open", "out_of_frames", "tier_full", "transfer_failed", "waiting"]
+from pagert._core.arena import format_size
+from pagert._core.core import E_PAGES, E_STALE, E_STATE
+from pagert.errors import (
+    ConfigurationError,
+    ForeignTensor,
+    OutOfFrames,
+    PagertError,
+    TierFull,
+    TransferError,
+    UnsupportedOperator,
+)
+from pagert.geometry import describe
+from pagert.sizes import format_bytes
+
+__all__ = [
+    "LINKS",
+    "another_pager",
+    "cannot_open",
+    "foreign_alias",
+    "hidden_alias",
+    "operands_do_not_fit",
+    "out_of_frames",
+    "refused",
+    "tier_full",
+    "transfer_failed",
+    "waiting",
+]
+
+LINKS = (
+    "fill of a zero page",
+    "move within the device tier",
+    "copy from host to device",
+    "read from flash to device",
+    "read from flash to host",
+    "copy from device to host",
+    "write from device to flash",
+    "write from host to flash",
+)
+"""What a transfer on each link of the core is."""
+
+_MODE_NAMES = ("read", "update", "overwrite")
 
 
 def cannot_open(
@@ -33,6 +72,17 @@ def cannot_open(
         f"the pump cannot start: {os.strerror(number)}; raise the limit for threads (ulimit -u) "
         "or for open files (ulimit -n)",
     )
+
+
+def refused(code: int, reserved_pages: int) -> Exception:
+    """Return the error of a call that the core refuses without anything being wrong with a tier."""
+    if code == E_PAGES:
+        return PagertError(f"the virtual address space is full: {reserved_pages} pages are reserved; delete tensors")
+    if code == E_STALE:
+        return PagertError("the region was released")
+    if code == E_STATE:
+        return PagertError("an operator holds these pages; leave resident() first")
+    return ValueError(f"the core refused the call: code {code}")
 
 
 def out_of_frames(needed_frames: int, unpinned_frames: int, capacity_frames: int, page_bytes: int) -> OutOfFrames:
@@ -103,4 +153,52 @@ def _describe(usage: Sequence[tuple[int, int, int]], page_bytes: int) -> str:
         f"{name} {format_size(used * page_bytes)} of {format_size(capacity * page_bytes)}"
         for name, (capacity, used, _) in zip(("device", "host", "flash"), usage, strict=True)
         if capacity
+    )
+
+
+# Of operations.
+
+
+def another_pager(name: str, tensors: Sequence[torch.Tensor], tensor: torch.Tensor) -> ForeignTensor:
+    """Return the error of an operator whose operands belong to two pagers."""
+    first = f": {describe(tensors[0])} and {describe(tensor)}" if tensors else ""
+    return ForeignTensor(
+        f"{name}: tensors of two pagers meet{first}; move one over with `pager.tensor(other)`"
+    )
+
+
+def operands_do_not_fit(
+    name: str, tensors: Sequence[torch.Tensor], modes: Sequence[int], error: OutOfFrames
+) -> OutOfFrames:
+    """Return an error of the pump's with the operands that were asked for."""
+    operands = "; ".join(
+        f"{describe(tensor)} ({_MODE_NAMES[mode]})" for tensor, mode in zip(tensors, modes, strict=True)
+    )
+    message = [f"{name}: its paged operands do not fit the device tier together: {operands}"]
+    needed, capacity, unpinned = error.needed_bytes, error.capacity_bytes, error.unpinned_bytes
+    if needed is not None and capacity is not None and unpinned is not None:
+        message.append(
+            f"they need {format_bytes(needed)} in pages; {format_bytes(unpinned)} of "
+            f"{format_bytes(capacity)} are not pinned"
+        )
+    message.append("raise device_bytes, leave `resident()` contexts earlier, or use smaller tensors")
+    explained = OutOfFrames("; ".join(message))
+    explained.needed_bytes, explained.capacity_bytes = needed, capacity
+    explained.unpinned_bytes = unpinned
+    return explained
+
+
+def foreign_alias(name: str) -> UnsupportedOperator:
+    """Return the error of an operator that gave away device memory that is none of its operands'."""
+    return UnsupportedOperator(
+        f"{name}: it returned an alias of device memory that is not its operand's"
+    )
+
+
+def hidden_alias(name: str, result: torch.Tensor) -> UnsupportedOperator:
+    """Return the error of a result that keeps an alias of paged bytes where no view can stand for it."""
+    layout = "nested" if result.is_nested else result.layout
+    return UnsupportedOperator(
+        f"{name}: its result, of layout {layout} and dtype {result.dtype}, would keep an alias of "
+        "paged bytes; give it a plain copy of the operand"
     )

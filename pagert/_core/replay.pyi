@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from pagert._core.pager import Core
+from pagert._core.core import Core
 
 RESERVE: int
 RELEASE: int

@@ -9,12 +9,12 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from pagert._core.pager cimport (
+from pagert._core.core cimport (
     Core, PAGERT_LINK_COUNT, pagert_access, pagert_complete, pagert_counters, pagert_get_counters,
-    pagert_look_ahead, pagert_next_transfer, pagert_pager, pagert_pin, pagert_pin_poll, pagert_pin_start,
+    pagert_look_ahead, pagert_next_transfer, pagert_core, pagert_pin, pagert_pin_poll, pagert_pin_start,
     pagert_region, pagert_release, pagert_reserve, pagert_transfer, pagert_unpin,
 )
-from pagert._core.pager import CoreError
+from pagert._core.core import CoreError
 
 __all__ = ["ACCESS", "COLUMNS", "OPERATOR", "RELEASE", "RESERVE", "STEP", "replay"]
 
@@ -28,38 +28,38 @@ cdef enum:
 COLUMNS = <object>_COLUMNS  # of each snapshot: hits, faults, evictions, prefetches, pages moved on each link
 
 
-cdef int carry_out(pagert_pager *pager) noexcept nogil:
+cdef int carry_out(pagert_core *core) noexcept nogil:
     cdef pagert_transfer transfer
-    while pagert_next_transfer(pager, (1 << <int>PAGERT_LINK_COUNT) - 1, &transfer) == 1:
-        pagert_complete(pager, &transfer, 0)
+    while pagert_next_transfer(core, (1 << <int>PAGERT_LINK_COUNT) - 1, &transfer) == 1:
+        pagert_complete(core, &transfer, 0)
     return 0
 
 
-cdef void look_ahead(pagert_pager *pager, uint32_t backlog_max) noexcept nogil:
-    while backlog_max and pagert_look_ahead(pager, backlog_max):
-        carry_out(pager)
+cdef void look_ahead(pagert_core *core, uint32_t backlog_max) noexcept nogil:
+    while backlog_max and pagert_look_ahead(core, backlog_max):
+        carry_out(core)
 
 
-cdef int run_pin(pagert_pager *pager, pagert_pin *pin, uint32_t backlog_max) noexcept nogil:
-    cdef int code = pagert_pin_start(pager, pin)
+cdef int run_pin(pagert_core *core, pagert_pin *pin, uint32_t backlog_max) noexcept nogil:
+    cdef int code = pagert_pin_start(core, pin)
     if code < 0:
         return code
     while code == 0:
-        carry_out(pager)
-        code = pagert_pin_poll(pager, pin)
+        carry_out(core)
+        code = pagert_pin_poll(core, pin)
     if code == 1:
-        look_ahead(pager, backlog_max)
-    pagert_unpin(pager, pin)
-    carry_out(pager)
+        look_ahead(core, backlog_max)
+    pagert_unpin(core, pin)
+    carry_out(core)
     if code == 1:
-        look_ahead(pager, backlog_max)
+        look_ahead(core, backlog_max)
     return code
 
 
-cdef void note(pagert_pager *pager, uint64_t *snapshot) noexcept nogil:
+cdef void note(pagert_core *core, uint64_t *snapshot) noexcept nogil:
     cdef pagert_counters counters
     cdef int link
-    pagert_get_counters(pager, &counters)
+    pagert_get_counters(core, &counters)
     snapshot[0] = counters.hits
     snapshot[1] = counters.faults
     snapshot[2] = counters.evictions
@@ -93,7 +93,7 @@ def replay(Core core not None, uint64_t page_bytes, const uint8_t[::1] kinds, co
     CoreError
         The core refused an event.
     """
-    cdef pagert_pager *pager = core._pager
+    cdef pagert_core *driven = core._handle
     cdef Py_ssize_t row = 0, row_count = kinds.shape[0], step = 0
     cdef uint32_t most = 1, k, region
     cdef pagert_pin pin
@@ -131,22 +131,22 @@ def replay(Core core not None, uint64_t page_bytes, const uint8_t[::1] kinds, co
                     accesses[k].size_bytes = counts[row] * page_bytes
                     accesses[k].mode = modes[row]
                 if pin.access_count:
-                    code = run_pin(pager, &pin, backlog_max)
+                    code = run_pin(driven, &pin, backlog_max)
             elif kinds[row] == _RESERVE:
                 if handles[region, 1] == 0:
-                    code = pagert_reserve(pager, counts[row] * page_bytes, &handle)
+                    code = pagert_reserve(driven, counts[row] * page_bytes, &handle)
                     if code >= 0:
                         handles[region, 0] = handle.first_page
                         handles[region, 1] = handle.generation
             elif kinds[row] == _RELEASE:
                 handle.first_page = handles[region, 0]
                 handle.generation = handles[region, 1]
-                code = pagert_release(pager, handle)
+                code = pagert_release(driven, handle)
             elif kinds[row] == _STEP:
-                note(pager, &snapshots[step, 0])
+                note(driven, &snapshots[step, 0])
                 step += 1
             row += 1
-        note(pager, &snapshots[step, 0])
+        note(driven, &snapshots[step, 0])
     free(accesses)
     if code < 0:
         raise CoreError(code, None, pin.frames_needed, pin.frames_unheld)

@@ -89,6 +89,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--policy", default="lookahead", metavar="P", help="eviction policy: lookahead, lru (lookahead)")
     where.add_argument(
+        "--step-after-backward",
+        action="store_true",
+        help="update weights after the backward pass, not within it as soon as each gradient is there",
+    )
+    where.add_argument(
+        "--plain-activations",
+        action="store_true",
+        help="leave what the forward pass saves for the backward pass in memory; it goes to pages otherwise",
+    )
+    where.add_argument(
         "--unpaged",
         action="store_true",
         help="plain torch, everything in memory: the baseline of --compare",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 from collections.abc import Iterator
@@ -189,7 +190,12 @@ def _run_steps(
     report.held_out_before = held_out_loss()
     view.line(f"held-out loss before: {report.held_out_before:.4f}")
     optimizer = make_optimizer(settings.optimizer, model, settings.lr)
+    if pager is not None and not settings.step_after_backward:
+        pager.step_in_backward(optimizer, accumulate=settings.accumulate)
     view.phase("training")
+    saving: Any = contextlib.nullcontext
+    if pager is not None and not settings.plain_activations:
+        saving = functools.partial(pager.activations, module=model)
     with _counting(report, pager):
         for loss, seconds, tokens in train(
             model,
@@ -198,6 +204,7 @@ def _run_steps(
             device=device,
             steps=settings.steps,
             accumulate=settings.accumulate,
+            saving=saving,
         ):
             step = StepReport(loss=loss, seconds=seconds, tokens=tokens)
             report.steps.append(step)

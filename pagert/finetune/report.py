@@ -129,6 +129,8 @@ class Report:
         if stats.host is not None:
             inward, outward = stats.host_to_device_bytes, stats.device_to_host_bytes
             yield f"  host moved      {format_bytes(inward)} in, {format_bytes(outward)} out"
+        if stats.activation_stored_bytes:
+            yield f"  activations     {format_bytes(stats.activation_stored_bytes)} went to pages"
         yield f"  stall time      {stats.stall_seconds:.2f} s"
         if self.moved_in_steps is not None and self.steps:
             moved, count = self.moved_in_steps, len(self.steps)

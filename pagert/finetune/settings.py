@@ -31,6 +31,8 @@ class Settings:
     flash_bytes: str | None = None
     page_bytes: str | None = None
     policy: str = "lookahead"
+    step_after_backward: bool = False
+    plain_activations: bool = False
     unpaged: bool = False
     out: Path | None = None
     compare: bool = False

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -57,10 +57,12 @@ def train(
     device: torch.device,
     steps: int,
     accumulate: int,
+    saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[tuple[float, float, int]]:
     """Train, and yield loss, seconds and tokens of each step once it is done.
 
-    The loss of a step is the mean over its batches, before the update.
+    Each forward pass runs in the context that `saving` gives. The loss of a step is the mean over its batches, before
+    the update.
     """
     model.train()
     for _ in range(steps):
@@ -68,7 +70,7 @@ def train(
         total, tokens = 0.0, 0
         for _ in range(accumulate):
             inputs, targets = next_batch()
-            total += _backward(model, inputs.to(device), targets.to(device), 1.0 / accumulate)
+            total += _backward(model, inputs.to(device), targets.to(device), 1.0 / accumulate, saving)
             tokens += inputs.numel()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -90,9 +92,14 @@ def evaluate(
 
 
 def _backward(
-    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, weight: float
+    model: nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    weight: float,
+    saving: Callable[[], AbstractContextManager[Any]],
 ) -> float:
-    loss = _loss(model, inputs, targets)
+    with saving():
+        loss = _loss(model, inputs, targets)
     (loss * weight if weight != 1.0 else loss).backward()
     return float(loss.detach())
 

@@ -110,8 +110,8 @@ def _keep(uses: Uses, room: np.ndarray) -> tuple[list[int], int]:
         room = room - occupied([uses.gaps[n] for n in costly], chosen, len(room))
         for number, pages in zip(costly, chosen):
             kept[number] = pages
-    settled = set(costly)
-    free = [n for n, gap in enumerate(uses.gaps) if gap.spans and n not in settled]
+    decided = set(costly)
+    free = [n for n, gap in enumerate(uses.gaps) if gap.spans and n not in decided]
     for number, pages in zip(free, keep_nearest([uses.gaps[n] for n in free], room)):
         kept[number] = pages
     return kept, bound

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagert._core import pager as core
+from pagert._core import core
 from pagert._core import replay as driver
 from pagert.errors import ConfigurationError
 from pagert.simulation.counts import Counts
@@ -20,13 +20,7 @@ _BACKLOG_PAGES = 64  # that may wait for their fetch when the policy looks ahead
 
 def has_policy(policy: str) -> bool:
     """Whether the core has this policy."""
-    try:
-        core.memory_bytes(
-            page_bytes=_PAGE_BYTES, page_count=1, device_frames=1, flash_frames=1, policy=policy
-        )
-    except ValueError:
-        return False
-    return True
+    return policy in core.policy_names()
 
 
 def replay(
@@ -41,10 +35,11 @@ def replay(
     """
     if not has_policy(policy):
         raise ConfigurationError(
-            f"policy {policy!r} is not in this version's core; there are 'lru', and 'min', which needs "
-            "no core"
+            f"policy {policy!r} is not in this version's core; there are "
+            f"{', '.join(repr(name) for name in core.policy_names() if has_policy(name))}, "
+            "and 'min', which needs no core"
         )
-    pager = core.Core(
+    driven = core.Core(
         page_bytes=_PAGE_BYTES,
         # Regions are never given the pages of earlier ones, so there is room for all of them.
         page_count=max(1, sum(trace.region_pages)),
@@ -55,11 +50,11 @@ def replay(
         policy=policy,
     )
     handles = np.zeros((max(1, trace.region_count), 2), dtype=np.uint32)
-    _store(pager, trace, handles, capacity_pages)
+    _store(driven, trace, handles, capacity_pages)
     rows = trace.rows
     snapshots = np.zeros((trace.step_count + 1, driver.COLUMNS), dtype=np.uint64)
     driver.replay(
-        pager,
+        driven,
         _PAGE_BYTES,
         np.ascontiguousarray(rows["kind"]),
         np.ascontiguousarray(rows["mode"]),
@@ -75,29 +70,29 @@ def replay(
     return steps if steps[-1] != Counts() or len(steps) == 1 else steps[:-1]
 
 
-def _store(pager: core.Core, trace: Trace, handles: np.ndarray, capacity_pages: int) -> None:
+def _store(driven: core.Core, trace: Trace, handles: np.ndarray, capacity_pages: int) -> None:
     """Bring the regions that held bytes before the trace began to where they were: below."""
     rows = trace.rows
     stored = rows[(rows["kind"] == driver.RESERVE) & (rows["mode"] == 1)]
     for number, page_count in zip(stored["region"].tolist(), stored["count"].tolist()):
-        region = pager.reserve(page_count * _PAGE_BYTES)
+        region = driven.reserve(page_count * _PAGE_BYTES)
         handles[number] = region
         for first in range(0, page_count, capacity_pages):
             count = min(capacity_pages, page_count - first)
             extent = first * _PAGE_BYTES, count * _PAGE_BYTES
-            pin = pager.pin([(region, *extent, core.OVERWRITE)])
+            pin = driven.pin([(region, *extent, core.OVERWRITE)])
             while not pin.ready:
-                _carry_out(pager)
+                _carry_out(driven)
                 pin.poll()
             pin.release()
-            pager.evict(region, *extent)
-            _carry_out(pager)
-    pager.reset_counters()
+            driven.evict(region, *extent)
+            _carry_out(driven)
+    driven.reset_counters()
 
 
-def _carry_out(pager: core.Core) -> None:
-    while (transfer := pager.next_transfer()) is not None:
-        pager.complete(transfer)
+def _carry_out(driven: core.Core) -> None:
+    while (transfer := driven.next_transfer()) is not None:
+        driven.complete(transfer)
 
 
 def _counts(hits: int, faults: int, evictions: int, prefetches: int, *moved: int) -> Counts:

@@ -54,7 +54,7 @@ class Simulation(Counts):
         """The steps that stand for all others.
 
         Finished ones, without the first four, in which optimizer state comes to be and lookahead learns and
-        plans, and without the last, after which the optimum need keep nothing; as far as there are enough of
+        decides, and without the last, after which the optimum need keep nothing; as far as there are enough of
         them.
         """
         finished = self.steps[: self.finished_steps] or self.steps

@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pagert._core.operation import Operation
 from pagert._core.pump import OVERWRITE, READ, UPDATE
 from pagert.geometry import byte_range, fills_range, is_dense
 
-from .operands import Operands
-
 if TYPE_CHECKING:
-    from .paged_tensor import PagedTensor
+    from .region_tensor import RegionTensor
 
-__all__ = ["copy", "is_never_written", "load"]
+__all__ = ["copy", "is_never_written", "load", "page"]
 
 
 def copy(
-    cls: type[PagedTensor],
+    cls: type[RegionTensor],
     target: torch.Tensor,
     source: torch.Tensor,
     *,
@@ -62,18 +61,18 @@ def copy(
 
 
 def _copy_whole(
-    cls: type[PagedTensor],
+    cls: type[RegionTensor],
     target: torch.Tensor,
     source: torch.Tensor,
     mode: int,
     non_blocking: bool,
     name: str,
 ) -> None:
-    operands = Operands(cls, name)
-    operands.collect(target, mode)
-    operands.collect(source, READ)
-    with operands:
-        operands.dense(target).copy_(operands.dense(source), non_blocking)
+    operation = Operation(cls, name)
+    operation.collect(target, mode)
+    operation.collect(source, READ)
+    with operation:
+        operation.dense(target).copy_(operation.dense(source), non_blocking)
 
 
 def _same_order(target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -93,7 +92,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def is_never_written(tensor: PagedTensor) -> bool:
+def is_never_written(tensor: RegionTensor) -> bool:
     """Tell whether every page of `tensor` is still zero, and its values are plain zeros."""
     if tensor.is_neg() or tensor.is_conj():
         return False  # zeros with a sign
@@ -104,7 +103,23 @@ def is_never_written(tensor: PagedTensor) -> bool:
     return not any(tensor._runtime.pump.locate(tensor._region, offset_bytes, size_bytes)[1:])
 
 
-def load(cls: type[PagedTensor], tensor: PagedTensor) -> torch.Tensor:
+def page(
+    cls: type[RegionTensor],
+    runtime: Any,
+    source: torch.Tensor,
+    dtype: torch.dtype | None = None,
+) -> RegionTensor:
+    """Return a paged copy of a strided tensor. Dense layouts are kept."""
+    stride = source.stride() if fills_range(source) else None
+    target = cls._reserve(runtime, source.size(), stride, dtype or source.dtype)
+    if target._region is not None:
+        if source.requires_grad:
+            source = source.detach()
+        copy(cls, target, source, overwrite=True, name="pagert.tensor")
+    return target
+
+
+def load(cls: type[RegionTensor], tensor: RegionTensor) -> torch.Tensor:
     """Return a plain copy on the compute device. A dense layout is kept."""
     if is_dense(tensor.size(), tensor.stride()):
         plain = torch.empty_strided(

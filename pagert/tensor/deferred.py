@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagert._core.operation import Turn
+from pagert._core.footprint import geometry
+from pagert._core.operation import Operation, Turn
 from pagert._core.pump import UPDATE, Region
 from pagert.errors import OutOfFrames
 from pagert.geometry import byte_range
 
-from .operands import Operands, geometry
-
 if TYPE_CHECKING:
-    from .paged_tensor import PagedTensor
-    from .plan import Plan
+    from .region_tensor import RegionTensor
+    from .traits import Traits
 
 __all__ = ["Update", "defer"]
 
@@ -46,23 +45,23 @@ class Update:
     ----------
     cls : type
         The paged tensor's class.
-    plan : Plan
+    traits : Traits
         Of the operator, which does the same to each element.
     arguments, options
         Of this index. Their paged tensors are owners of their own, of one geometry; plain ones belong to the update.
     """
 
-    __slots__ = ("__weakref__", "_arguments", "_cls", "_options", "_plan", "_ran", "_running", "_turn")
+    __slots__ = ("__weakref__", "_arguments", "_cls", "_options", "_ran", "_running", "_traits", "_turn")
 
     def __init__(
         self,
-        cls: type[PagedTensor],
-        plan: Plan,
+        cls: type[RegionTensor],
+        traits: Traits,
         arguments: Sequence[Any],
         options: Mapping[str, Any],
     ) -> None:
         self._cls = cls
-        self._plan = plan
+        self._traits = traits
         self._arguments = arguments
         self._options = options
         self._ran: list[None] = []  # one for each range that the kernel has been through
@@ -84,7 +83,7 @@ class Update:
                 return
             if self._running:
                 raise RuntimeError(
-                    f"{self._plan.name}: a signal handler or a finalizer looks at a tensor whose "
+                    f"{self._traits.name}: a signal handler or a finalizer looks at a tensor whose "
                     "update it has interrupted"
                 )
             try:
@@ -102,7 +101,7 @@ class Update:
         lead = self._arguments[0][0]
         element_count = lead.numel()
         step = _range_elements(lead, sum(_count_paged(self._cls, one) for one in self._arguments))
-        whole = Operands(self._cls, self._plan.name)
+        whole = Operation(self._cls, self._traits.name)
         if step < element_count and byte_range(lead)[1] <= lead._runtime.storage.nbytes() // HELD_IN_DEVICE:
             whole.add(lead, UPDATE)  # in one window from the start: somebody waits for it
         try:
@@ -110,20 +109,18 @@ class Update:
                 whole.pin()
             self._run_each(step, element_count)
         finally:
-            whole.release()
+            whole.end()
 
     def _run_each(self, step: int, element_count: int) -> None:
-        from .dispatch import run_dense
-
         while (start := len(self._ran) * step) < element_count:
             stop = min(element_count, start + step)
             cut = [self._cut(value, start, stop) for value in self._arguments]
-            run_dense(self._cls, self._plan, cut, self._options, self._call)
+            self._cls._dispatcher.run(self._traits, cut, self._options, self._call)
 
     def _call(self, *dense: Any, **options: Any) -> None:
         # The list is filled in C while the kernel is called: no signal handler gets in between, and what it raises
         # does not make a range look as if it had not run.
-        kernel = functools.partial(self._plan.call, **options)
+        kernel = functools.partial(self._traits.call, **options)
         self._ran.extend(map(kernel, *([value] for value in dense)))
 
     def _cut(self, value: Any, start: int, stop: int) -> Any:
@@ -133,54 +130,54 @@ class Update:
 
 
 def defer(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any], length: int
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any], length: int
 ) -> list[int]:
     """Defer the indices of a list operator for which that is possible. Returns the others.
 
     What waits keeps its gradient alive, so that nothing is deferred where the tiers below could get full by it.
     """
-    if not _has_room(cls, plan, arguments):
+    if not _has_room(cls, traits, arguments):
         return list(range(length))
     snapshot = {name: _snapshot(cls, value) for name, value in options.items()}
-    if any(value is NotImplemented or name in plan.list_names for name, value in snapshot.items()):
+    if any(value is NotImplemented or name in traits.list_names for name, value in snapshot.items()):
         return list(range(length))
     rest: list[int] = []
     theirs: set[int] = set()  # regions of the others: what shares them comes after them
     for index in range(length):
-        regions = {id(one._region) for one in _operands(cls, plan, arguments, index)}
-        if not theirs.isdisjoint(regions) or not _defer_one(cls, plan, arguments, snapshot, index):
+        regions = {id(one._region) for one in _operands(cls, traits, arguments, index)}
+        if not theirs.isdisjoint(regions) or not _defer_one(cls, traits, arguments, snapshot, index):
             rest.append(index)
             theirs |= regions
     return rest
 
 
 def _operands(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], index: int
-) -> list[PagedTensor]:
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], index: int
+) -> list[RegionTensor]:
     lists = (
         value
-        for name, value in zip(plan.argument_names, arguments, strict=False)
-        if name in plan.list_names and value
+        for name, value in zip(traits.argument_names, arguments, strict=False)
+        if name in traits.list_names and value
     )
     return [value[index] for value in lists if type(value[index]) is cls]
 
 
-def _has_room(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any]) -> bool:
+def _has_room(cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any]) -> bool:
     """Whether the gradients, and all that the device holds, fit what is free below it."""
-    assert plan.gradients is not None
-    gradients = [one for one in arguments[plan.gradients] if type(one) is cls]
+    assert traits.gradients is not None
+    gradients = [one for one in arguments[traits.gradients] if type(one) is cls]
     if not gradients or not gradients[0]._runtime.defer_updates:
         return False
     return sum(byte_range(one)[1] for one in gradients) < gradients[0]._runtime.spare_bytes()
 
 
 def _defer_one(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any], index: int
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any], index: int
 ) -> bool:
     taken: list[Any] = []
-    owners: list[PagedTensor] = []
-    for position, (name, value) in enumerate(zip(plan.argument_names, arguments, strict=False)):
-        if name in plan.list_names:
+    owners: list[RegionTensor] = []
+    for position, (name, value) in enumerate(zip(traits.argument_names, arguments, strict=False)):
+        if name in traits.list_names:
             if not value:
                 taken.append([])
                 continue
@@ -190,14 +187,14 @@ def _defer_one(
                 taken.append([value])
                 continue
         value = _snapshot(cls, value)
-        if value is NotImplemented or position in plan.written:
+        if value is NotImplemented or position in traits.written:
             return False  # what is written to a copy would be lost
-        taken.append([value] if name in plan.list_names else value)
+        taken.append([value] if name in traits.list_names else value)
     if not _are_alike(owners) or type(taken[0][0]) is not cls:
         return False
     for owner in owners:
         owner._region.settle()  # type: ignore[union-attr]
-    update = Update(cls, plan, [_own(cls, value) for value in taken], options)
+    update = Update(cls, traits, [_own(cls, value) for value in taken], options)
     runtime = owners[0]._runtime
     runtime.deferred[next(_keys)] = update
     for owner in owners:
@@ -205,7 +202,7 @@ def _defer_one(
     return True
 
 
-def _snapshot(cls: type[PagedTensor], value: Any) -> Any:
+def _snapshot(cls: type[RegionTensor], value: Any) -> Any:
     """What an argument is now. NotImplemented where it is paged or too large to copy."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -214,7 +211,7 @@ def _snapshot(cls: type[PagedTensor], value: Any) -> Any:
     return value.clone()
 
 
-def _are_alike(tensors: Sequence[PagedTensor]) -> bool:
+def _are_alike(tensors: Sequence[RegionTensor]) -> bool:
     """Whether the operands of an index lie alike, each in a region of its own, so that they can be cut alike."""
     if not tensors:
         return False
@@ -234,7 +231,7 @@ def _are_alike(tensors: Sequence[PagedTensor]) -> bool:
     )
 
 
-def _own(cls: type[PagedTensor], value: Any) -> Any:
+def _own(cls: type[RegionTensor], value: Any) -> Any:
     """Make owners of their own of an argument's paged tensors: they do not wait for the update."""
     if type(value) is not list:
         return value
@@ -246,11 +243,11 @@ def _own(cls: type[PagedTensor], value: Any) -> Any:
     ]
 
 
-def _count_paged(cls: type[PagedTensor], value: Any) -> int:
+def _count_paged(cls: type[RegionTensor], value: Any) -> int:
     return sum(type(one) is cls for one in value) if type(value) is list else 0
 
 
-def _range_elements(tensor: PagedTensor, operand_count: int) -> int:
+def _range_elements(tensor: RegionTensor, operand_count: int) -> int:
     """Elements of a range: whole pages.
 
     Kernels work on vectors and treat the rest at the end alone, so that a cut at whole vectors changes no element's
@@ -262,7 +259,7 @@ def _range_elements(tensor: PagedTensor, operand_count: int) -> int:
     return int(page_count * runtime.page_bytes // tensor.itemsize)
 
 
-def _range(cls: type[PagedTensor], tensor: Any, start: int, stop: int) -> Any:
+def _range(cls: type[RegionTensor], tensor: Any, start: int, stop: int) -> Any:
     """Elements [start, stop) of a paged tensor in the order in which they lie."""
     if type(tensor) is not cls or (start == 0 and stop == tensor.numel()):
         return tensor

@@ -1,167 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of an operator on paged tensors: its plan is looked up, the plan's route runs it.
-
-Autograd, autocast, vmap and the decomposition of composite operators happen above; what arrives
-here is what a kernel would get.
-"""
+"""The route of each kind of operator, and the dispatcher that takes it there or runs the operator itself."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagert._core.operation import Dispatcher
-from pagert._core.pump import OVERWRITE, READ, UPDATE
+from pagert._core.dispatcher import Dispatcher
+from pagert._core.operation import Operation
+from pagert._core.pump import READ, UPDATE
 from pagert.errors import UnsupportedOperator
 from pagert.geometry import byte_range, describe
 
 from . import factories, lists, views
-from .operands import Operands, flat, geometry, leave
-from .plan import Kind, Plan, analyse
+from .copying import page
+from .traits import Kind, Traits, analyse
 
 if TYPE_CHECKING:
-    from .paged_tensor import PagedTensor
+    from .region_tensor import RegionTensor
 
-__all__ = ["make_dispatcher", "run_dense"]
-
-
-_plans: dict[torch._ops.OpOverload, Plan] = {}
+__all__ = ["make_dispatcher"]
 
 
-def make_dispatcher(cls: type[PagedTensor]) -> Dispatcher:
-    """Return what runs operators on paged tensors: the short way in Cython, or the routes below."""
-    return Dispatcher(
-        cls,
-        _plans,
-        _make_plan,
-        geometry,
-        flat,
-        functools.partial(leave, cls),
-        lists.WHOLE_IN_DEVICE,
-    )
+_known: dict[torch._ops.OpOverload, Traits] = {}
 
 
-def _make_plan(op: torch._ops.OpOverload) -> Plan:
-    plan = analyse(op)
-    plan.route = _ROUTES[plan.kind]
-    _plans[op] = plan
-    return plan
+def make_dispatcher(cls: type[RegionTensor]) -> Dispatcher:
+    """Return what runs operators on paged tensors."""
+    return Dispatcher(cls, _known, _analyse, lists.WHOLE_IN_DEVICE)
 
 
-def run_dense(
-    cls: type[PagedTensor],
-    plan: Plan,
-    arguments: Sequence[Any],
-    options: Mapping[str, Any],
-    call: Callable[..., Any] | None = None,
-) -> Any:
-    """Pin every paged operand, run the operator, or `call` in its place, on dense views, let go."""
-    call = call or plan.op
-    operands = Operands(cls, plan.name)
-    written = plan.written
-    if plan.whole:
-        _collect_whole(cls, operands, arguments, options)
-    elif not written:
-        for value in arguments:
-            operands.collect(value, READ)
-        for value in options.values():
-            operands.collect(value, READ)
-    else:
-        write = UPDATE
-        if plan.overwrites is not None and plan.overwrites(arguments, options):
-            write = OVERWRITE
-        unscaled = plan.gradients if options.get("grad_scale") is None else None
-        for position, value in enumerate(arguments):
-            reads = position not in written or position == unscaled
-            operands.collect(value, READ if reads else write)
-        for name, value in options.items():
-            operands.collect(value, write if name in written else READ)
-    operands.pin()
-    try:
-        dense = [operands.dense(value) for value in arguments]
-        if options:
-            dense_options = {name: operands.dense(value) for name, value in options.items()}
-            return operands.leave(call(*dense, **dense_options))
-        return operands.leave(call(*dense))
-    finally:
-        operands.release()
+def _analyse(op: torch._ops.OpOverload) -> Traits:
+    traits = analyse(op)
+    traits.route = _ROUTES.get(traits.kind)
+    _known[op] = traits
+    return traits
 
 
 def run_out(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Run an operator with out= tensors.
 
     Their old bytes are kept until the kernel has accepted the call.
     """
-    operands = Operands(cls, plan.name)
-    if plan.whole:
-        _collect_whole(cls, operands, arguments, {})
+    operation = Operation(cls, traits.name)
+    if traits.whole:
+        _collect_whole(cls, operation, arguments, {})
     else:
         for value in arguments:
-            operands.collect(value, READ)
+            operation.collect(value, READ)
     outs = []
     for name, value in options.items():
-        if name in plan.outs and type(value) is cls:
+        if name in traits.outs and type(value) is cls:
             outs.append(value)
-            operands.add(value, UPDATE, guarded=True)
+            operation.add(value, UPDATE, guarded=True)
         else:
-            operands.collect(value, UPDATE if name in plan.written else READ)
-    with operands:
+            operation.collect(value, UPDATE if name in traits.written else READ)
+    with operation:
         try:
-            result = plan.op(
-                *[operands.dense(value) for value in arguments],
-                **{name: operands.dense(value) for name, value in options.items()},
+            result = traits.op(
+                *[operation.dense(value) for value in arguments],
+                **{name: operation.dense(value) for name, value in options.items()},
             )
         except RuntimeError as error:
             if "not resizable" not in str(error):
                 raise
             given = ", ".join(describe(out) for out in outs)
             raise UnsupportedOperator(
-                f"{plan.name}: out= is paged ({given}) and the result is larger; a region has a "
+                f"{traits.name}: out= is paged ({given}) and the result is larger; a region has a "
                 "fixed size: give an out= of the result's shape"
             ) from error
         for out in outs:
-            _follow(cls, out, operands.dense(out))
-        return operands.leave(result)
+            _follow(cls, out, operation.dense(out))
+        return operation.leave(result)
 
 
 def _collect_whole(
-    cls: type[PagedTensor],
-    operands: Operands,
+    cls: type[RegionTensor],
+    operation: Operation,
     arguments: Sequence[Any],
     options: Mapping[str, Any],
 ) -> None:
     if type(arguments[0]) is cls:
-        operands.add(arguments[0], READ, whole=True)
+        operation.add(arguments[0], READ, whole=True)
     for value in (*arguments[1:], *options.values()):
-        operands.collect(value, READ)
+        operation.collect(value, READ)
 
 
-def _follow(cls: type[PagedTensor], out: PagedTensor, dense: torch.Tensor) -> None:
+def _follow(cls: type[RegionTensor], out: RegionTensor, dense: torch.Tensor) -> None:
     """Give `out` the shape that the operator gave its dense view."""
     if out.shape == dense.shape and out.stride() == dense.stride():
         return
     out._footprint = None
     if byte_range(out)[1] == 0:
-        out._rebind(cls._page(out._runtime, dense))
+        out._rebind(page(cls, out._runtime, dense))
         return
     with torch._C._DisableTorchDispatch():
         torch.ops.aten.as_strided_.default(out, dense.size(), dense.stride(), out.storage_offset())
 
 
 def refuse(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Raise with the operator's name."""
-    raise UnsupportedOperator(f"{plan.name} cannot run on paged tensors: {plan.reason}")
+    raise UnsupportedOperator(f"{traits.name} cannot run on paged tensors: {traits.reason}")
 
 
 _ROUTES = {
-    Kind.DENSE: run_dense,
     Kind.OUT: run_out,
     Kind.VIEW: views.run_view,
     Kind.RESHAPE: views.run_reshape,

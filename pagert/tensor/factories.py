@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pagert._core.operation import Operation
 from pagert._core.pump import OVERWRITE
 
 from . import copying
-from .operands import Operands
 
 if TYPE_CHECKING:
-    from .paged_tensor import PagedTensor
-    from .plan import Plan
+    from .region_tensor import RegionTensor
+    from .traits import Traits
 
 __all__ = ["run_assign", "run_copy", "run_filled", "run_zeros"]
 
 
 def _like(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> PagedTensor | None:
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> RegionTensor | None:
     """Reserve the result of a factory, or return None where it is asked for elsewhere."""
     base = arguments[0]
     if type(base) is not cls:
@@ -34,19 +34,19 @@ def _like(
     if device is not None and not _is_device(torch.device(device), runtime.device):
         return None
     template = torch.empty_strided(base.size(), base.stride(), dtype=base.dtype, device="meta")
-    described = plan.op(template, *arguments[1:], **{**options, **_on_meta(plan, options)})
+    described = traits.op(template, *arguments[1:], **{**options, **_on_meta(traits, options)})
     if described.numel() == 0:
         # Kernels for the meta device give some empty tensors other strides. An empty one costs nothing.
         template = torch.empty_strided(
             base.size(), base.stride(), dtype=base.dtype, device=runtime.device
         )
-        described = plan.op(template, *arguments[1:], **options)
+        described = traits.op(template, *arguments[1:], **options)
     return cls._reserve(runtime, described.size(), described.stride(), described.dtype)
 
 
-def _on_meta(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
+def _on_meta(traits: Traits, options: Mapping[str, Any]) -> dict[str, Any]:
     changed: dict[str, Any] = (
-        {"device": torch.device("meta")} if "device" in plan.argument_names else {}
+        {"device": torch.device("meta")} if "device" in traits.argument_names else {}
     )
     if options.get("generator") is not None:
         changed["generator"] = None
@@ -58,36 +58,34 @@ def _is_device(asked: torch.device, compute: torch.device) -> bool:
 
 
 def _plain(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    from .dispatch import run_dense
-
-    return run_dense(cls, plan, arguments, options)
+    return cls._dispatcher.run(traits, arguments, options)
 
 
 def run_zeros(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Return a tensor of zero pages:
 
     nothing is written. What `empty_like` promises is met as well.
     """
-    result = _like(cls, plan, arguments, options)
-    return _plain(cls, plan, arguments, options) if result is None else result
+    result = _like(cls, traits, arguments, options)
+    return _plain(cls, traits, arguments, options) if result is None else result
 
 
 def run_filled(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Return a tensor filled where its pages lie, by the kernel that the operator itself uses."""
-    result = _like(cls, plan, arguments, options)
+    result = _like(cls, traits, arguments, options)
     if result is None:
-        return _plain(cls, plan, arguments, options)
-    named = dict(zip(plan.argument_names, arguments, strict=False)) | dict(options)
-    operands = Operands(cls, plan.name)
-    operands.add(result, OVERWRITE)
-    with operands:
-        _fill(operands.dense(result), plan.name.split(".")[1], named)
+        return _plain(cls, traits, arguments, options)
+    named = dict(zip(traits.argument_names, arguments, strict=False)) | dict(options)
+    operation = Operation(cls, traits.name)
+    operation.add(result, OVERWRITE)
+    with operation:
+        _fill(operation.dense(result), traits.name.split(".")[1], named)
     return result
 
 
@@ -108,21 +106,21 @@ def _fill(dense: torch.Tensor, base: str, named: Mapping[str, Any]) -> None:
 
 
 def run_copy(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Return a paged copy, converted where the caller asks for it: `clone`, `_to_copy`."""
     source = arguments[0]
-    result = _like(cls, plan, arguments, options)
+    result = _like(cls, traits, arguments, options)
     if result is None:
-        return _plain(cls, plan, arguments, options)
+        return _plain(cls, traits, arguments, options)
     if source.dtype == result.dtype and copying.is_never_written(source):
         return result
-    copying.copy(cls, result, source, overwrite=True, name=plan.name)
+    copying.copy(cls, result, source, overwrite=True, name=traits.name)
     return result
 
 
 def run_assign(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Run `copy_`.
 
@@ -137,11 +135,11 @@ def run_assign(
     )
     shared = type(target) is cls and type(source) is cls and target._region is source._region
     if not ordinary or shared or target.layout is not torch.strided:
-        return _plain(cls, plan, arguments, options)
+        return _plain(cls, traits, arguments, options)
     non_blocking = arguments[2] if len(arguments) > 2 else options.get("non_blocking", False)
     # A source on another device could be refused by the kernel: the old bytes are kept then.
     overwrite = source.device == target.device
     copying.copy(
-        cls, target, source, overwrite=overwrite, non_blocking=non_blocking, name=plan.name
+        cls, target, source, overwrite=overwrite, non_blocking=non_blocking, name=traits.name
     )
     return target

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from .copying import page
+
 if TYPE_CHECKING:
-    from .paged_tensor import PagedTensor
+    from .region_tensor import RegionTensor
 
 __all__ = ["keep_paged", "page_gradient"]
 
 
-def keep_paged(tensor: PagedTensor) -> None:
+def keep_paged(tensor: RegionTensor) -> None:
     """See to it that gradients of a leaf are paged.
 
     Once is enough; a tensor without gradient is left alone.
@@ -33,4 +35,5 @@ def page_gradient(parameter: torch.Tensor) -> None:
         return  # unpaged since, or paged already
     if gradient.layout is not torch.strided or gradient.requires_grad:
         return  # a sparse gradient, or part of a graph: create_graph=True
-    parameter.grad = cast("PagedTensor", parameter)._page(runtime, gradient)
+    cls = cast("type[RegionTensor]", type(parameter))
+    parameter.grad = page(cls, runtime, gradient)

@@ -15,11 +15,12 @@ import torch
 from pagert.errors import OutOfFrames
 from pagert.geometry import byte_range
 
+from .copying import page
 from .deferred import defer
 
 if TYPE_CHECKING:
-    from .paged_tensor import PagedTensor
-    from .plan import Plan
+    from .region_tensor import RegionTensor
+    from .traits import Traits
 
 __all__ = ["WHOLE_IN_DEVICE", "run_list"]
 
@@ -28,11 +29,11 @@ GROUPS_IN_DEVICE = 128  # of others, a group takes at most this part
 
 
 def run_list(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Run the operator on groups of consecutive indices; results of paged operands are paged."""
-    named = dict(zip(plan.argument_names, arguments, strict=False)) | dict(options)
-    lists = {name: value for name in plan.list_names if (value := named.get(name)) is not None}
+    named = dict(zip(traits.argument_names, arguments, strict=False)) | dict(options)
+    lists = {name: value for name in traits.list_names if (value := named.get(name)) is not None}
     tensors = [
         value
         for value in lists.values()
@@ -41,30 +42,30 @@ def run_list(
     ]
     length = len(tensors[0])
     if any(len(value) not in (0, length) for value in lists.values()):
-        return _run_group(cls, plan, arguments, options)  # the kernel says what is wrong
+        return cls._dispatcher.run(traits, arguments, options)  # the kernel says what is wrong
     sizes, device_bytes = _sizes(cls, tensors, length)
     is_large = sum(sizes) > device_bytes // WHOLE_IN_DEVICE
-    if plan.deferrable and is_large:
-        rest = defer(cls, plan, arguments, options, length)
+    if traits.deferrable and is_large:
+        rest = defer(cls, traits, arguments, options, length)
         if not rest:
             return None
         if len(rest) < length:
             arguments = [
-                [value[index] for index in rest] if value and name in plan.list_names else value
-                for name, value in zip(plan.argument_names, arguments, strict=False)
+                [value[index] for index in rest] if value and name in traits.list_names else value
+                for name, value in zip(traits.argument_names, arguments, strict=False)
             ]
-            return run_list(cls, plan, arguments, options)
+            return run_list(cls, traits, arguments, options)
     results: list[Any] = []
     returned: Any = None
     groups = _groups(sizes, device_bytes) if is_large else [(0, length)]
     for start, stop in groups:
-        returned = _run_range(cls, plan, (arguments, options), (start, stop), results)
-    return results if plan.op._schema.returns and results else returned
+        returned = _run_range(cls, traits, (arguments, options), (start, stop), results)
+    return results if traits.op._schema.returns and results else returned
 
 
 def _run_range(
-    cls: type[PagedTensor],
-    plan: Plan,
+    cls: type[RegionTensor],
+    traits: Traits,
     call: tuple[Sequence[Any], Mapping[str, Any]],
     bounds: tuple[int, int],
     results: list[Any],
@@ -73,18 +74,18 @@ def _run_range(
     start, stop = bounds
     arguments, options = call
     cut = [
-        _cut(plan, plan.argument_names[position], value, start, stop)
+        _cut(traits, traits.argument_names[position], value, start, stop)
         for position, value in enumerate(arguments)
     ]
-    cut_options = {name: _cut(plan, name, value, start, stop) for name, value in options.items()}
+    cut_options = {name: _cut(traits, name, value, start, stop) for name, value in options.items()}
     try:
-        returned = _run_group(cls, plan, cut, cut_options)
+        returned = cls._dispatcher.run(traits, cut, cut_options)
     except OutOfFrames:
         if stop - start <= 1:
             raise
         middle = (start + stop) // 2
-        _run_range(cls, plan, call, (start, middle), results)
-        return _run_range(cls, plan, call, (middle, stop), results)
+        _run_range(cls, traits, call, (start, middle), results)
+        return _run_range(cls, traits, call, (middle, stop), results)
     if isinstance(returned, (list, tuple)) and all(
         isinstance(item, torch.Tensor) for item in returned
     ):
@@ -92,22 +93,14 @@ def _run_range(
     return returned
 
 
-def _run_group(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
-    from .dispatch import run_dense
-
-    return run_dense(cls, plan, arguments, options)
-
-
-def _cut(plan: Plan, name: str, value: Any, start: int, stop: int) -> Any:
-    if name not in plan.list_names or value is None:
+def _cut(traits: Traits, name: str, value: Any, start: int, stop: int) -> Any:
+    if name not in traits.list_names or value is None:
         return value
     return value[start:stop]
 
 
 def _sizes(
-    cls: type[PagedTensor], tensors: Sequence[Sequence[Any]], length: int
+    cls: type[RegionTensor], tensors: Sequence[Sequence[Any]], length: int
 ) -> tuple[list[int], int]:
     """Return what the paged operands of each index take in pages, and the device tier's size. In bytes."""
     sizes = [0] * length
@@ -133,7 +126,7 @@ def _groups(sizes: Sequence[int], device_bytes: int) -> list[tuple[int, int]]:
     return groups
 
 
-def _page_bytes(tensor: PagedTensor, page_bytes: int) -> int:
+def _page_bytes(tensor: RegionTensor, page_bytes: int) -> int:
     offset_bytes, size_bytes = byte_range(tensor)
     if size_bytes == 0:
         return 0
@@ -142,13 +135,13 @@ def _page_bytes(tensor: PagedTensor, page_bytes: int) -> int:
 
 
 def _page_results(
-    cls: type[PagedTensor], arguments: Sequence[Any], results: Sequence[torch.Tensor]
+    cls: type[RegionTensor], arguments: Sequence[Any], results: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Page the results that have the shape of a paged operand: state, not statistics."""
     operands = next(value for value in arguments if isinstance(value, (list, tuple)))
     paged = []
     for operand, result in zip(operands, results, strict=True):
         if type(operand) is cls and type(result) is torch.Tensor and result.shape == operand.shape:
-            result = cls._page(operand._runtime, result)
+            result = page(cls, operand._runtime, result)
         paged.append(result)
     return paged

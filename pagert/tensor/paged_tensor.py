@@ -1,33 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensor whose bytes lie in pages.
+"""The tensor whose bytes lie in pages, as users hold it.
 
-A `PagedTensor` is a tensor over a storage that has a size and no memory. The storage stands for a
-region of the pager's address space: all views of one region share it, as views of a plain tensor
-share theirs. Autograd, version counters and views are PyTorch's own; operators arrive in
-`__torch_dispatch__`.
+Autograd, version counters and views are PyTorch's own; operators arrive in `__torch_dispatch__`, which is the
+dispatcher's.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 
+from pagert._core.operation import Operation
 from pagert._core.pump import READ, UPDATE
 from pagert.errors import PagerClosed, UnsupportedOperator, UnsupportedTensor
-from pagert.geometry import byte_range, contiguous_stride, describe, extent, fills_range
+from pagert.geometry import byte_range, describe
 
 from . import copying, gradients, persistence
 from .dispatch import make_dispatcher
-from .operands import Operands
+from .region_tensor import RegionTensor
 
 if TYPE_CHECKING:
     import numpy
 
-    from pagert._core.operation import Dispatcher, Footprint
-    from pagert._core.pump import Region
     from pagert.runtime import Runtime
 
 __all__ = ["PagedTensor", "Resident"]
@@ -42,35 +38,35 @@ _TIERS = ("zero", "device", "host", "flash")
 class Resident:
     """Context in which a paged tensor is held on the device, seen as a plain dense tensor."""
 
-    __slots__ = ("_dense", "_mode", "_operands", "_tensor")
+    __slots__ = ("_dense", "_mode", "_operation", "_tensor")
 
     def __init__(self, tensor: PagedTensor, mode: int) -> None:
         self._tensor = tensor
         self._mode = mode
-        self._operands: Operands | None = None
+        self._operation: Operation | None = None
         self._dense: torch.Tensor | None = None
 
     def __enter__(self) -> torch.Tensor:
-        if self._operands is not None:
+        if self._operation is not None:
             raise RuntimeError("this resident() context is open already; ask for another one")
-        operands = Operands(PagedTensor, "resident")
-        operands.add(self._tensor, self._mode, guarded=True)
-        operands.pin()
-        self._operands = operands
-        self._dense = operands.dense(self._tensor)
+        operation = Operation(PagedTensor, "resident")
+        operation.add(self._tensor, self._mode, guarded=True)
+        operation.pin()
+        self._operation = operation
+        self._dense = operation.dense(self._tensor)
         return self._dense
 
     def __exit__(self, *exception: object) -> None:
-        operands, dense = self._operands, self._dense
-        self._operands = self._dense = None
-        if operands is None or dense is None:
+        operation, dense = self._operation, self._dense
+        self._operation = self._dense = None
+        if operation is None or dense is None:
             return
         # From here on the pages may move: the tensor that was lent must not look at their frames
         # any more.
         storage = dense.untyped_storage()
         dense.data = torch.empty(0, dtype=dense.dtype, device=dense.device)
         still_used = torch._C._storage_Use_Count(storage._cdata) > 1
-        operands.release()
+        operation.end()
         if still_used:
             warnings.warn(
                 f"a view of the plain tensor that resident() lent for {describe(self._tensor)} is "
@@ -84,7 +80,7 @@ class Resident:
             torch.autograd.graph.increment_version(self._tensor)
 
 
-class PagedTensor(torch.Tensor):
+class PagedTensor(RegionTensor):
     """A tensor whose bytes lie in the pages of a pager.
 
     It is made by `Pager.tensor`, `Pager.empty`, `Pager.zeros`, `Pager.full` and `Pager.page_`, by
@@ -100,76 +96,16 @@ class PagedTensor(torch.Tensor):
     DLPack) is refused by name; `resident` gives a plain tensor for such code.
     """
 
-    _region: Region | None  # None: no bytes
-    _runtime: Runtime
-    _footprint: Footprint | None = None  # its bytes in the region; of this geometry only
-    _dispatcher: ClassVar[Dispatcher]
-
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     # Construction.
-
-    @classmethod
-    def _reserve(
-        cls, runtime: Runtime, size: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype
-    ) -> PagedTensor:
-        """Reserve a region and return the tensor that covers it. Its pages are zero."""
-        if stride is None:
-            stride = contiguous_stride(size)
-        size_bytes = extent(size, stride) * dtype.itemsize
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, size, strides=stride, dtype=dtype, device=runtime.device
-        )
-        tensor._region = runtime.pump.reserve(size_bytes) if size_bytes else None
-        tensor._runtime = runtime
-        if size_bytes:
-            torch._C._set_throw_on_mutable_data_ptr(
-                tensor
-            )  # C++ code gets an exception, never address 0
-        return tensor
-
-    @classmethod
-    def _wrap(cls, geometry: torch.Tensor, region: Region | None, runtime: Runtime) -> PagedTensor:
-        """Return a paged tensor of the geometry of `geometry`, which shares a region's storage."""
-        tensor = torch.Tensor._make_subclass(cls, geometry)
-        tensor._region = region
-        tensor._runtime = runtime
-        return tensor
-
-    @classmethod
-    def _view(cls, owner: PagedTensor, like: torch.Tensor, offset: int) -> PagedTensor:
-        """Return a view of the owner's region at element `offset`, with the geometry of `like`."""
-        geometry = torch.empty(0, dtype=like.dtype, device=owner.device)
-        geometry.set_(
-            torch._C.TensorBase.untyped_storage(owner),
-            offset,
-            like.size(),
-            like.stride(),
-        )
-        torch._C._set_neg(geometry, like.is_neg())
-        if like.is_complex():
-            torch._C._set_conj(geometry, like.is_conj())
-        return cls._wrap(geometry, owner._region, owner._runtime)
 
     @classmethod
     def _page(
         cls, runtime: Runtime, source: torch.Tensor, dtype: torch.dtype | None = None
     ) -> PagedTensor:
         """Return a paged copy of a strided tensor. Dense layouts are kept."""
-        stride = source.stride() if fills_range(source) else None
-        target = cls._reserve(runtime, source.size(), stride, dtype or source.dtype)
-        if target._region is not None:
-            if source.requires_grad:
-                source = source.detach()
-            copying.copy(cls, target, source, overwrite=True, name="pagert.tensor")
-        return target
-
-    def _rebind(self, other: PagedTensor) -> None:
-        """Become another look at the bytes of `other`. The object, history and version stay."""
-        _DATA.__set__(self, other)
-        self._region = other._region
-        self._runtime = other._runtime
-        self._footprint = None
+        return cast(PagedTensor, copying.page(cls, runtime, source, dtype))
 
     # Residency.
 

@@ -16,7 +16,7 @@ from . import copying
 from .unread import is_saving, reduce_unread
 
 if TYPE_CHECKING:
-    from .paged_tensor import PagedTensor
+    from .region_tensor import RegionTensor
 
 __all__ = ["deepcopy", "plain_object", "reduce", "shallow_copy", "user_attributes"]
 
@@ -28,7 +28,7 @@ def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name not in _OWN}
 
 
-def deepcopy(cls: type[PagedTensor], tensor: PagedTensor, memo: dict[int, Any]) -> torch.Tensor:
+def deepcopy(cls: type[RegionTensor], tensor: RegionTensor, memo: dict[int, Any]) -> torch.Tensor:
     """Copy a leaf with its whole region, once for all tensors that share it, a range at a time."""
     if id(tensor) in memo:
         return memo[id(tensor)]
@@ -60,7 +60,7 @@ def deepcopy(cls: type[PagedTensor], tensor: PagedTensor, memo: dict[int, Any]) 
     return result
 
 
-def _copy_region(cls: type[PagedTensor], tensor: PagedTensor) -> PagedTensor:
+def _copy_region(cls: type[RegionTensor], tensor: RegionTensor) -> RegionTensor:
     size_bytes = torch._C.TensorBase.untyped_storage(tensor).nbytes()
     like = torch.empty((size_bytes,), dtype=torch.uint8, device="meta")
     source = cls._view(tensor, like, 0)
@@ -70,7 +70,7 @@ def _copy_region(cls: type[PagedTensor], tensor: PagedTensor) -> PagedTensor:
     return target
 
 
-def shallow_copy(tensor: PagedTensor) -> torch.Tensor:
+def shallow_copy(tensor: RegionTensor) -> torch.Tensor:
     """Return another tensor object on the same bytes, as copy.copy of a plain tensor does."""
     with torch.no_grad():
         result = tensor.detach()
@@ -81,7 +81,7 @@ def shallow_copy(tensor: PagedTensor) -> torch.Tensor:
     return result
 
 
-def reduce(cls: type[PagedTensor], tensor: PagedTensor, protocol: Any) -> Any:
+def reduce(cls: type[RegionTensor], tensor: RegionTensor, protocol: Any) -> Any:
     """Return how to make the plain tensor that stands for `tensor` outside of this process."""
     if is_saving():
         is_parameter = getattr(tensor, "_is_param", False)
@@ -105,9 +105,9 @@ def _refuse(kind: type[PagertError], message: str) -> None:
     raise kind(message)
 
 
-def plain_object(cls: type[PagedTensor], tensor: PagedTensor) -> torch.Tensor:
+def plain_object(cls: type[RegionTensor], tensor: RegionTensor) -> torch.Tensor:
     """Return the plain tensor or Parameter that stands for `tensor` outside of this process."""
-    plain = copying.load(cls, cast("PagedTensor", tensor.detach()))
+    plain = copying.load(cls, cast("RegionTensor", tensor.detach()))
     if getattr(tensor, "_is_param", False):
         plain = torch.nn.Parameter(plain, requires_grad=tensor.requires_grad)
     else:

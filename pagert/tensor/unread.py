@@ -18,7 +18,7 @@ from pagert.geometry import byte_range, fills_range
 from . import copying
 
 if TYPE_CHECKING:
-    from .paged_tensor import PagedTensor
+    from .region_tensor import RegionTensor
 
 __all__ = ["is_saving", "reduce_unread"]
 
@@ -28,7 +28,7 @@ _SAVING = (torch.serialization._save.__code__, torch.serialization._legacy_save.
 class _UnreadStorage(torch.UntypedStorage):
     """The bytes of one paged tensor, which are read when they are written to the file."""
 
-    _tensor: PagedTensor
+    _tensor: RegionTensor
     _legacy: bool = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -66,7 +66,7 @@ def is_saving() -> bool:
 
 
 def reduce_unread(
-    tensor: PagedTensor, is_parameter: bool, attributes: dict[str, Any]
+    tensor: RegionTensor, is_parameter: bool, attributes: dict[str, Any]
 ) -> Any | None:
     """Return how `torch.save` writes a tensor without reading it now. None: not possible."""
     if (
@@ -77,7 +77,7 @@ def reduce_unread(
         or tensor.dtype not in torch.storage._dtype_to_storage_type_map()
     ):
         return None
-    same = cast("PagedTensor", tensor.detach())
+    same = cast("RegionTensor", tensor.detach())
     hooks: OrderedDict[Any, Any] = OrderedDict()
     if is_parameter:
         if attributes:

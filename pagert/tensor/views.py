@@ -17,26 +17,26 @@ from pagert.errors import UnsupportedOperator
 from pagert.geometry import byte_range, contiguous_stride, describe, extent
 
 if TYPE_CHECKING:
-    from .paged_tensor import PagedTensor
-    from .plan import Plan
+    from .region_tensor import RegionTensor
+    from .traits import Traits
 
 __all__ = ["run_composite", "run_reshape", "run_resize", "run_view"]
 
 
 def run_view(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Return paged views of the region of the first argument."""
     base = arguments[0]
     if type(base) is not cls:  # the view is of a plain tensor, and a paged one lends only its shape
         with torch._C._DisableTorchDispatch():
-            return plan.op(*arguments, **options)
+            return traits.op(*arguments, **options)
     with torch._C._DisableTorchDispatch():
-        geometry = plan.op(*arguments, **options)
+        geometry = traits.op(*arguments, **options)
         return _paged(cls, base, geometry)
 
 
-def _paged(cls: type[PagedTensor], base: PagedTensor, geometry: Any) -> Any:
+def _paged(cls: type[RegionTensor], base: RegionTensor, geometry: Any) -> Any:
     if geometry is base:
         return base
     if isinstance(geometry, torch.Tensor):
@@ -45,24 +45,24 @@ def _paged(cls: type[PagedTensor], base: PagedTensor, geometry: Any) -> Any:
 
 
 def run_reshape(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Change the geometry of the first argument itself: `t_`, `squeeze_`, `as_strided_`, ..."""
     arguments[0]._footprint = None
     with torch._C._DisableTorchDispatch():
-        plan.op(*arguments, **options)
+        traits.op(*arguments, **options)
     return arguments[0]
 
 
 def run_resize(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Resize within the bytes that the region has; an empty tensor gets a region of its own."""
     tensor, template = arguments[0], arguments[1]
     size = tuple(template.shape) if isinstance(template, torch.Tensor) else tuple(template)
     if type(tensor) is not cls:  # resize_as_ of a plain tensor
         with torch._C._DisableTorchDispatch():
-            return plan.op(*arguments, **options)
+            return traits.op(*arguments, **options)
     memory_format = options.get("memory_format")
     if memory_format is None or memory_format is torch.preserve_format:
         stride = contiguous_stride(size)
@@ -78,13 +78,13 @@ def run_resize(
         tensor._rebind(cls._reserve(tensor._runtime, size, stride, tensor.dtype))
         return tensor
     raise UnsupportedOperator(
-        f"{plan.name}: a paged tensor of {describe(tensor)} cannot grow to {size}, its region "
+        f"{traits.name}: a paged tensor of {describe(tensor)} cannot grow to {size}, its region "
         "has a fixed size; make a new tensor and copy into it"
     )
 
 
 def run_composite(
-    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Run the operators that this one consists of; each comes back to the dispatch by itself."""
-    return plan.op.decompose(*arguments, **options)
+    return traits.op.decompose(*arguments, **options)

@@ -11,7 +11,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "../../pagert/_core/libpager/internal.h"
+#include "../../pagert/_core/libcore/internal.h"
 
 enum { FRAMES_MAX = 20000, STEPS = 400 };
 

@@ -494,7 +494,7 @@ static void open_pump(uint64_t *random_state, engine *memory, engine *flash, pag
     int setup = (int)random_below(random_state, 3);
     *options = (pagert_pump_options){
         .config = {.page_bytes = PAGE_BYTES, .page_count = PAGE_COUNT,
-                   .policy = chance(random_state, 50) ? pagert_policy_lru() : pagert_policy_lookahead(),
+                   .policy = chance(random_state, 50) ? pagert_policy_named("lru") : pagert_policy_named("lookahead"),
                    .transfer_pages_max = 1 + random_below(random_state, 8)},
         .memory_depth = 1 + random_below(random_state, 16),
     };

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import textwrap
 
-from pagert._core import pager
+from pagert._core import core
 
 # The extension alone: the whole package takes seconds to import, and memory.
 _PROLOGUE = f"""
 import importlib.util
-spec = importlib.util.spec_from_file_location("pagert._core.pager", {pager.__file__!r})
+spec = importlib.util.spec_from_file_location("pagert._core.core", {core.__file__!r})
 c = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(c)
 """

@@ -6,10 +6,10 @@ from __future__ import annotations
 from core_model import pages_of
 from core_world import World
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 
-def settle(world: World, result: int = 0) -> None:
+def drain(world: World, result: int = 0) -> None:
     """Carry out everything, with this result, until nothing is left to do. Failed pins are let go of.
 
     No pin may wait then: nobody would ever wake it.
@@ -60,13 +60,13 @@ def check_rest(world: World) -> None:
 
 def let_go(world: World) -> None:
     """Unpin everything, oldest first, as pins become ready."""
-    settle(world)
+    drain(world)
     while world.pins:
         ready = world.granted
         world.claim(ready, "no pin is ready, none will be", [pin.name for pin in world.pins])
         for pin in ready:
             world.unpin(pin)
-        settle(world)
+        drain(world)
 
 
 def read_back(world: World) -> None:
@@ -76,10 +76,10 @@ def read_back(world: World) -> None:
             pin = world.start([pages_of(region, index, 1)])
             if pin is None:
                 continue
-            settle(world)
+            drain(world)
             if pin.granted:
                 world.unpin(pin)
-    settle(world)
+    drain(world)
 
 
 def close(world: World) -> None:
@@ -91,7 +91,7 @@ def close(world: World) -> None:
     for region in list(world.regions):
         world.release(region)
         world.verify()
-    settle(world)
+    drain(world)
     for tier in range(c.TIER_COUNT):
         world.claim(world.core.usage(tier).used_frames == 0, "tier", tier, "keeps frames")
     world.claim(world.core.reserved_pages == 0, "pages stay reserved")
@@ -103,10 +103,10 @@ def flush_everything(world: World) -> None:
     for _ in range(world.shape.device + 2):
         if not world.flush():
             break
-        settle(world)
+        drain(world)
     else:
         world.claim(False, "flush makes no progress")
-    settle(world)
+    drain(world)
 
 
 def evict_everything(world: World) -> None:
@@ -114,7 +114,7 @@ def evict_everything(world: World) -> None:
     for region in list(world.regions):
         for _ in range(2 * region.page_count + 2):
             left = world.evict(pages_of(region, 0, region.page_count))
-            settle(world)
+            drain(world)
             if not left:
                 break
         else:

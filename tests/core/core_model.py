@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from core_placement import merge_ranges
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 PAGE_BYTES = 4096
 ZERO_TOKEN = 0
@@ -102,7 +102,7 @@ class Range:
     """A live region."""
 
     name: str
-    handle: c.Region
+    handle: c.RegionHandle
     size_bytes: int
 
     @property

@@ -7,11 +7,11 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-from core_drive import close, settle
+from core_drive import close, drain
 from core_model import EIO, PAGE_BYTES, Access, Pin, Range, Shape, Violation, pages_of
 from core_world import World
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 Step = tuple[str, tuple]
 
@@ -101,8 +101,8 @@ class Steps:
         if flights:
             self.world.finish(flights[pick % len(flights)], EIO if failing else 0)
 
-    def settle(self) -> None:
-        settle(self.world)
+    def drain(self) -> None:
+        drain(self.world)
 
     def reset_counters(self) -> None:
         self.world.reset_counters()
@@ -122,7 +122,7 @@ WEIGHTS = {
     "prefetch": 1,
     "take": 16,
     "finish": 14,
-    "settle": 1,
+    "drain": 1,
     "reset_counters": 0.2,
 }
 
@@ -172,7 +172,7 @@ class Walk:
             getattr(steps, name)(*arguments)
             world.verify()
         if self.broken:
-            settle(world, EIO)
+            drain(world, EIO)
         close(world)
 
     def violation(self) -> Violation | None:

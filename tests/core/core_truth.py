@@ -22,7 +22,7 @@ from core_model import (
     Violation,
 )
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 
 class Truth:

@@ -25,7 +25,7 @@ from core_model import (
 from core_placement import merge_ranges, placeable
 from core_truth import Truth
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 
 class World(Truth):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libpager depends on nothing: no I/O, no allocation, no clock, no threads, no globals.
+"""libcore depends on nothing: no I/O, no allocation, no clock, no threads, no globals.
 
 The archives that lie in build folders are looked at, and one that the test makes from the sources,
 so that the claim is checked where pagert was installed from a wheel as well.
@@ -15,7 +15,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-SOURCES = ROOT / "pagert" / "_core" / "libpager"
+SOURCES = ROOT / "pagert" / "_core" / "libcore"
 HEADERS = ROOT / "include"
 
 ALLOWED = {"memcpy", "memmove", "memset", "memcmp", "abort"}
@@ -81,14 +81,14 @@ def compile_archive(folder: pathlib.Path, *options: str) -> pathlib.Path:
         command = [*compiler, "-std=c11", "-fPIC", "-fvisibility=hidden", *options, "-I", HEADERS]
         subprocess.run([*command, "-c", source, "-o", target], check=True)
         objects.append(target)
-    archive = folder / "libpager.a"
+    archive = folder / "libcore.a"
     subprocess.run(["ar", "rcs", archive, *objects], check=True)
     return archive
 
 
 @needs_compiler
 @pytest.mark.parametrize("options", [["-O0"], ["-O2", "-fstack-protector-strong"]], ids=" ".join)
-def test_libpager_needs_nothing_but_memory_functions_and_abort(
+def test_libcore_needs_nothing_but_memory_functions_and_abort(
     options: list[str], tmp_path: pathlib.Path
 ) -> None:
     archive = compile_archive(tmp_path, *options)
@@ -101,7 +101,7 @@ def test_built_archives_need_nothing_else() -> None:
     folders = [ROOT / "build", ROOT / ".venv" / "package"]
     if given := os.environ.get("PAGERT_BUILD_DIR"):
         folders.append(pathlib.Path(given))
-    archives = [archive for folder in folders for archive in folder.rglob("libpager.a")]
+    archives = [archive for folder in folders for archive in folder.rglob("libcore.a")]
     if not archives:
         pytest.skip("no build folder here; PAGERT_BUILD_DIR can name one")
     for archive in archives:

@@ -12,11 +12,11 @@ import os
 from collections.abc import Callable, Mapping
 
 import pytest
-from core_drive import let_go, settle
+from core_drive import drain, let_go
 from core_model import EIO, PAGE_BYTES, Shape, pages_of, whole
 from core_world import World
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 DEEPER = int(os.environ.get("PAGERT_TEST_PROFILE") == "long")
 Operation = Callable[[World], None]
@@ -37,7 +37,7 @@ def at_once(which: int, first: int, count: int, mode: int) -> Operation:
         pin = world.start([pages_of(world.regions[which], first, count, mode)])
         if pin is None:
             return
-        settle(world)
+        drain(world)
         if pin.granted:
             for page, use in pin.uses.items():
                 if use.writes:
@@ -74,7 +74,7 @@ def renew(which: int) -> Operation:
         if world.release(region):
             again = world.reserve(region.size_bytes)
             if again is None:  # its pages are still on the way; they come free when all is done
-                settle(world)
+                drain(world)
                 again = world.reserve(region.size_bytes)
             assert again is not None
             world.regions.remove(again)
@@ -123,7 +123,7 @@ HELD = {
     "hold A overwrite": hold(0, 0, 2, c.OVERWRITE),
     "hold B1 update": hold(1, 1, 1, c.UPDATE),
     "hold both": hold_both,
-    "settle": settle,
+    "drain": drain,
     "unpin oldest": unpin(0),
     "unpin newest": unpin(-1),
     "renew A": renew(0),

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import pytest
-from core_drive import close, let_go, settle
+from core_drive import close, drain, let_go
 from core_model import EIO, PAGE_BYTES, Access, Shape, pages_of, whole
 from core_world import World
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 
 def test_reading_and_overwriting_one_page_in_one_pin_sees_its_bytes() -> None:
@@ -17,7 +17,7 @@ def test_reading_and_overwriting_one_page_in_one_pin_sees_its_bytes() -> None:
         world = World(Shape(device=3, host=0, flash=8, page_count=8))
         region = world.reserve(PAGE_BYTES)
         pin = world.start([whole(region, mode) for mode in modes])
-        settle(world)
+        drain(world)
         assert pin.granted
         close(world)
 
@@ -28,7 +28,7 @@ def test_page_that_waits_for_an_overwrite_is_not_shown_to_a_reader() -> None:
     other = world.reserve(PAGE_BYTES)
     world.start([whole(region), whole(other, c.OVERWRITE)])
     world.start([whole(other)])
-    settle(world)
+    drain(world)
     close(world)
 
 
@@ -40,7 +40,7 @@ def test_held_pages_are_not_moved_for_a_pin_that_waits() -> None:
     world.finish(world.take())
     world.poll(first)
     assert first.granted
-    settle(world)
+    drain(world)
     close(world)
 
 
@@ -49,7 +49,7 @@ def test_window_grows_over_pages_that_a_released_pin_was_fetching() -> None:
     region = world.reserve(9 * PAGE_BYTES)
     world.unpin(world.start([pages_of(region, 3, 5)]))
     pin = world.start([pages_of(region, 2, 7, c.UPDATE)])
-    settle(world)
+    drain(world)
     assert pin.granted
     close(world)
 
@@ -70,7 +70,7 @@ def test_moves_of_several_windows_do_not_wait_for_each_other() -> None:
             whole(last, c.UPDATE),
         ]
     )
-    settle(world)
+    drain(world)
     assert pin.granted
     close(world)
 
@@ -84,7 +84,7 @@ def test_pin_goes_on_after_another_pin_of_its_page_failed() -> None:
     world.poll(first)
     assert first.failed
     world.unpin(first)
-    settle(world)
+    drain(world)
     assert second not in world.pins or second.granted
     close(world)
 
@@ -93,12 +93,12 @@ def test_start_refuses_at_once_what_held_windows_leave_no_place_for() -> None:
     world = World(Shape(device=3, host=0, flash=16, page_count=16))
     region = world.reserve(2 * PAGE_BYTES)
     world.start([whole(region, c.UPDATE)])
-    settle(world)
+    drain(world)
     world.start([pages_of(region, 1, 1)])
     world.unpin(world.pins[0])
     assert world.start([whole(world.reserve(2 * PAGE_BYTES))]) is None
     moved = list(world.moved)
-    settle(world)
+    drain(world)
     assert world.moved == moved, "the refused pin moved bytes"
     close(world)
 
@@ -109,7 +109,7 @@ def test_pin_larger_than_the_device_is_refused_though_others_wait() -> None:
     world.unpin(world.start([pages_of(region, 4, 3, c.OVERWRITE)]))
     world.start([pages_of(region, 0, 4, c.OVERWRITE)])
     assert world.start([whole(region, c.OVERWRITE)]) is None
-    settle(world)
+    drain(world)
     close(world)
 
 
@@ -119,7 +119,7 @@ def test_region_is_not_released_while_a_pin_waits_to_be_placed() -> None:
     world.unpin(world.start([Access(region, 16484, 3996, c.UPDATE)]))
     pin = world.start([pages_of(region, 9, 1), pages_of(region, 3, 7)])
     assert not world.release(region)
-    settle(world)
+    drain(world)
     assert pin.granted
     close(world)
 
@@ -132,7 +132,7 @@ def test_failed_writeback_names_the_page_that_failed() -> None:
     flight = world.take()
     world.finish(flight, EIO)
     world.poll(pin)  # names another page: a violation
-    settle(world)
+    drain(world)
     close(world)
 
 
@@ -143,7 +143,7 @@ def test_failed_flush_does_not_refuse_a_later_pin() -> None:
     world.flush()
     world.finish(world.take(), EIO)
     pin = world.start([whole(region, c.UPDATE)])
-    settle(world)
+    drain(world)
     assert pin.granted
     close(world)
 
@@ -155,7 +155,7 @@ def test_flush_into_a_full_tier_ends() -> None:
     world.unpin(world.start([whole(region, c.OVERWRITE)]))
     for _ in range(6):
         left = world.flush()
-        settle(world)
+        drain(world)
     assert left is None, "flush neither ends nor says that the tier is full"
     assert world.moved[c.DEVICE_TO_FLASH] == 1
     close(world)
@@ -177,7 +177,7 @@ def test_evict_does_not_tell_of_a_failure_that_is_not_its_own(fresh_bytes: int) 
     region = world.reserve(2 * PAGE_BYTES)
     world.unpin(world.start([whole(region, c.OVERWRITE)]))
     world.evict(whole(region))
-    settle(world)
+    drain(world)
     world.release(region)
     other = world.reserve(fresh_bytes)
     world.start([whole(other)])
@@ -191,7 +191,7 @@ def test_pin_goes_on_or_fails_after_one_before_it_found_the_tiers_full() -> None
     first, second = world.reserve(2 * PAGE_BYTES), world.reserve(2 * PAGE_BYTES)
     for region in (first, second):
         pin = world.start([whole(region, c.OVERWRITE)])
-        settle(world)
+        drain(world)
         world.unpin(pin)
     reader = world.start([pages_of(first, 0, 1)])
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_pins_that_fail_do_not_count_as_faults() -> None:
     region = world.reserve(4 * PAGE_BYTES)
     world.unpin(world.start([pages_of(region, 0, 2, c.OVERWRITE)]))
     pin = world.start([pages_of(region, 2, 2, c.OVERWRITE)])
-    settle(world)
+    drain(world)
     assert pin is None or pin.failed
     assert world.core.counters().faults == 2
     close(world)
@@ -236,7 +236,7 @@ def test_pin_is_told_that_the_tiers_are_full_though_no_page_was_to_come_yet() ->
     world.unpin(world.start([pages_of(region, 1, 3, c.OVERWRITE)]))
     world.start([whole(world.reserve(PAGE_BYTES), c.OVERWRITE)])
     pin = world.start([whole(world.reserve(PAGE_BYTES), c.OVERWRITE)])
-    settle(world)
+    drain(world)
     world.unpin(pin)
     assert world.start([pages_of(region, 2, 3, c.OVERWRITE)]) is None
     let_go(world)
@@ -252,7 +252,7 @@ def test_pin_is_told_that_no_move_works() -> None:
         [pages_of(region, 8, 1), whole(other, c.OVERWRITE), pages_of(region, 1, 5, c.READ)]
     )
     world.finish(first)
-    settle(world, EIO)
+    drain(world, EIO)
     assert pin not in world.pins
     close(world)
 
@@ -269,7 +269,7 @@ def test_page_that_a_pin_was_to_overwrite_may_fail_when_it_is_read_after_all() -
     for pin in (second, reader):
         world.poll(pin)
         assert pin.failed
-    settle(world)
+    drain(world)
     close(world)
 
 
@@ -294,11 +294,11 @@ def clean_between(world: World, outer: tuple[int, int]) -> None:
     pins = []
     for region, mode in ((first, c.READ), (page, c.OVERWRITE), (last, c.READ)):
         pins.append(world.start([whole(region, mode)]))
-        settle(world)
+        drain(world)
     for pin in pins:
         world.unpin(pin)
     assert world.flush() == 1
-    settle(world)
+    drain(world)
     for region, mode in ((first, outer[0]), (last, outer[1]), (page, c.READ)):
         world.unpin(world.start([whole(region, mode)]))
 
@@ -309,10 +309,10 @@ def test_page_on_the_move_has_a_host_frame_that_may_become_free() -> None:
     world.unpin(world.start([whole(region, c.OVERWRITE)]))
     for _ in range(2):
         world.evict(whole(region))
-        settle(world)
+        drain(world)
     clean_between(world, (c.READ, c.READ))
     pin = world.start([whole(region)])
-    settle(world)
+    drain(world)
     assert pin.granted
     close(world)
 
@@ -339,7 +339,7 @@ def test_failed_departure_from_the_host_names_its_own_page() -> None:
     first, second = world.reserve(2 * PAGE_BYTES), world.reserve(2 * PAGE_BYTES)
     for region in (first, second):
         pin = world.start([whole(region, c.OVERWRITE)])
-        settle(world)
+        drain(world)
         world.unpin(pin)
     pin = world.start([whole(first, c.OVERWRITE)])
     flight = world.take(1 << c.HOST_TO_FLASH)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 PAGE_BYTES = 4096
 MODES = (c.READ, c.UPDATE, c.OVERWRITE)

@@ -51,7 +51,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(wish=wish)
     def start_and_settle(self, wish: tuple[int, int, int, int, int]) -> None:
         self.steps.start([wish])
-        self.steps.settle()
+        self.steps.drain()
 
     @precondition(lambda self: self.world.pins)
     @rule(pick=number)
@@ -108,8 +108,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.steps.finish(pick, True)
 
     @rule()
-    def settle(self) -> None:
-        self.steps.settle()
+    def drain(self) -> None:
+        self.steps.drain()
 
     @rule(backlog=st.integers(1, 4))
     def look_ahead(self, backlog: int) -> None:

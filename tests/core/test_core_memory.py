@@ -7,7 +7,7 @@ import textwrap
 
 from core_apart import run_apart
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 BASE = {
     "page_bytes": 65536,

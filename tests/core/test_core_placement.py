@@ -7,14 +7,14 @@ into the situations where that is hard.
 
 from __future__ import annotations
 
-from core_drive import close, settle
+from core_drive import close, drain
 from core_model import PAGE_BYTES, Shape, pages_of, whole
 from core_placement import pack, placeable
 from core_world import World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=12)
 modes = st.sampled_from([c.READ, c.UPDATE, c.OVERWRITE])
@@ -29,7 +29,7 @@ def scatter(world: World, lengths: list[int], mode: int) -> list:
             break
         region = world.reserve(length * PAGE_BYTES)
         pin = world.start([whole(region, mode)])
-        settle(world)
+        drain(world)
         assert pin.granted
         world.unpin(pin)
         regions.append(region)
@@ -57,7 +57,7 @@ def test_without_held_windows_every_pin_that_fits_is_placed(
     region = world.reserve(count * PAGE_BYTES)
     pin = world.start([whole(region, c.UPDATE)])
     assert pin is not None
-    settle(world)
+    drain(world)
     assert pin.granted
     close(world)
 
@@ -82,7 +82,7 @@ def test_without_held_windows_several_accesses_that_fit_are_placed(
         accesses.append(whole(fresh, c.UPDATE))
     pin = world.start(accesses)
     assert pin is not None
-    settle(world)
+    drain(world)
     assert pin.granted
     close(world)
 
@@ -109,7 +109,7 @@ def test_around_held_windows_a_pin_is_placed_exactly_if_some_place_exists(
     possible = placeable(device, world.held_frames(), [(region.first, region.first + count)])
     pin = world.start([whole(region, c.UPDATE)])
     assert (pin is not None) == possible
-    settle(world)
+    drain(world)
     assert pin is None or pin.granted
     close(world)
 
@@ -130,13 +130,13 @@ def test_a_held_window_is_extended_where_it_lies_or_not_at_all(
     first = data.draw(st.integers(0, size - 1))
     count = data.draw(st.integers(1, min(size - first, device)))
     inner = world.start([pages_of(region, first, count, c.UPDATE)])
-    settle(world)
+    drain(world)
     assert inner is not None and inner.granted
     outer = (region.first, region.first + size)
     possible = placeable(device, world.held_frames(), [outer])
     pin = world.start([whole(region)])
     assert (pin is not None) == possible
-    settle(world)
+    drain(world)
     assert pin is None or pin.granted
     close(world)
 
@@ -160,7 +160,7 @@ def test_accesses_to_the_same_pages_are_one_window(
     possible = placeable(device, {}, ranges)
     pin = world.start(accesses)
     assert (pin is not None) == possible
-    settle(world)
+    drain(world)
     assert pin is None or pin.granted
     close(world)
 

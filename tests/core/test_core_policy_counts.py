@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 PAGE_BYTES = 4096
 Trace = list[list[tuple[int, int]]]  # of each operator, the pages it needs together and their modes

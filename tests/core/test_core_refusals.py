@@ -7,11 +7,11 @@ import signal
 
 import pytest
 from core_apart import run_apart
-from core_drive import close, settle
+from core_drive import close, drain
 from core_model import PAGE_BYTES, Access, Range, Shape, pages_of, whole
 from core_world import World
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 TWO = Shape(device=4, host=0, flash=16, transfer_pages_max=4, page_count=16)
 
@@ -48,10 +48,10 @@ def written(world: World, page_count: int) -> Range:
     """A region that has been written and is not held."""
     region = world.reserve(page_count * PAGE_BYTES)
     pin = world.start([whole(region, c.OVERWRITE)])
-    settle(world)
+    drain(world)
     assert pin.granted
     world.unpin(pin)
-    settle(world)
+    drain(world)
     return region
 
 
@@ -113,11 +113,11 @@ def test_stale_handles_are_refused_everywhere() -> None:
     assert again.handle != region.handle
     forged = [
         region.handle,
-        c.Region(region.first, again.handle.generation + 1),
-        c.Region(again.first + 1, again.handle.generation),
-        c.Region(15, 0),
-        c.Region(16, again.handle.generation),
-        c.Region(c.NONE, again.handle.generation),
+        c.RegionHandle(region.first, again.handle.generation + 1),
+        c.RegionHandle(again.first + 1, again.handle.generation),
+        c.RegionHandle(15, 0),
+        c.RegionHandle(16, again.handle.generation),
+        c.RegionHandle(c.NONE, again.handle.generation),
     ]
     for handle in forged:
         refused(c.E_STALE, world.core.release, handle)
@@ -188,7 +188,7 @@ def test_releasing_or_evicting_what_is_held_is_refused() -> None:
     for _ in range(2):
         refused(c.E_STATE, world.core.release, region.handle)
         refused(c.E_STATE, world.core.evict, region.handle, 0, region.size_bytes)
-        settle(world)
+        drain(world)
         world.verify()
     world.unpin(pin)
     assert world.release(region)
@@ -206,7 +206,7 @@ def test_releasing_what_a_pending_pin_waits_for_is_refused() -> None:
     assert world.release(region)
     world.verify()
     pin = world.start([whole(other)])
-    settle(world)
+    drain(world)
     assert pin.granted
     close(world)
 
@@ -273,7 +273,7 @@ def test_full_tiers_lose_nothing_and_recover_after_a_release(shape: Shape) -> No
         region = world.reserve(PAGE_BYTES)
         pin = world.start([whole(region, c.OVERWRITE)])
         if pin is not None:
-            settle(world)
+            drain(world)
         if pin is None or not pin.granted:
             assert world.full_is_justified()
             break
@@ -284,13 +284,13 @@ def test_full_tiers_lose_nothing_and_recover_after_a_release(shape: Shape) -> No
     # At the least, every frame of the lowest tier and the device is of use.
     low = shape.frames[shape.tiers[-1]]
     assert len(regions) >= max(low, shape.device)
-    settle(world)
+    drain(world)
     for victim in regions[:2]:
         assert world.release(victim)
-    settle(world)
+    drain(world)
     pin = world.start([whole(region, c.OVERWRITE)])
     assert pin is not None
-    settle(world)
+    drain(world)
     assert pin.granted
     close(world)
 
@@ -306,7 +306,7 @@ def test_evict_into_a_full_tier_is_told_and_loses_nothing() -> None:
             world.core.evict(region.handle, 0, region.size_bytes)
         except c.CoreError as error:
             codes.add(error.code)
-        settle(world)
+        drain(world)
     assert codes == {c.E_FULL}
     close(world)
 
@@ -352,7 +352,7 @@ def test_unaligned_ends_of_a_range_count_whole_pages() -> None:
     world = World(TWO)
     region = world.reserve(3 * PAGE_BYTES)
     pin = world.start([Access(region, PAGE_BYTES - 1, 2, c.READ)])
-    settle(world)
+    drain(world)
     assert pin.granted
     assert pin.core_pin.accesses[0].page_count == 2
     assert pin.core_pin.accesses[0].device_bytes % PAGE_BYTES == PAGE_BYTES - 1

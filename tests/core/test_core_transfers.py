@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import pytest
-from core_drive import close, settle
+from core_drive import close, drain
 from core_model import EIO, FETCHES, PAGE_BYTES, WRITEBACKS, Access, Range, Shape, pages_of, whole
 from core_world import World
 
-from pagert._core import pager as c
+from pagert._core import core as c
 
 TWO = Shape(device=4, host=0, flash=16, transfer_pages_max=4, page_count=16)
 HOST = Shape(device=4, host=16, flash=0, transfer_pages_max=4, page_count=16)
@@ -21,20 +21,20 @@ def use(world: World, *accesses: Access) -> None:
     """Pin, let the world carry everything out, write what the modes say, let go."""
     pin = world.start(accesses)
     assert pin is not None
-    settle(world)
+    drain(world)
     assert pin.granted
     for page, use_ in pin.uses.items():
         if use_.writes:
             world.write(pin, page)
     world.unpin(pin)
-    settle(world)
+    drain(world)
 
 
 def push_out(world: World, region: Range) -> None:
     for _ in range(region.page_count + 1):
         if not world.evict(whole(region)):
             return
-        settle(world)
+        drain(world)
     raise AssertionError("the region does not leave the device")
 
 
@@ -127,7 +127,7 @@ def test_independent_fetches_are_in_flight_at_once() -> None:
     pin = world.start([whole(region) for region in regions])
     assert pin is not None
     assert sum(world.take() is not None for _ in regions) == 8
-    settle(world)
+    drain(world)
     close(world)
 
 
@@ -149,7 +149,7 @@ def test_a_fetch_does_not_wait_for_writebacks_it_does_not_need() -> None:
         world.finish(flight)
     # One of the two frames is free already; whatever the placement, one writeback is enough.
     assert links.count(c.DEVICE_TO_FLASH) == 1
-    settle(world)
+    drain(world)
     assert pin.granted
     close(world)
 
@@ -177,7 +177,7 @@ def test_second_stage_starts_while_the_first_goes_on() -> None:
             world.finish(flight)
     flight = world.take()
     assert flight is not None and flight.transfer.link == c.HOST_TO_DEVICE
-    settle(world)
+    drain(world)
     assert pin.granted
     close(world)
 
@@ -192,7 +192,7 @@ def test_only_links_in_the_mask_are_handed_out(shape: Shape) -> None:
     assert world.take(c.ALL_LINKS & ~(1 << down)) is None
     assert world.take(0) is None
     assert world.take(1 << down) is not None
-    settle(world)
+    drain(world)
     close(world)
 
 
@@ -245,7 +245,7 @@ def test_failed_fill_leaves_the_page_zero() -> None:
     world.poll(pin)
     assert pin.failed
     world.unpin(pin)
-    settle(world)
+    drain(world)
     assert world.core.page(region.first).state == c.ZERO
     use(world, whole(region, c.UPDATE))
     close(world)
@@ -287,7 +287,7 @@ def test_overwrite_that_never_became_ready_loses_nothing(shape: Shape) -> None:
     assert pin is not None and not pin.granted
     world.verify()
     world.unpin(pin)
-    settle(world)
+    drain(world)
     use(world, whole(region))
     pin = world.start([whole(region, c.OVERWRITE), whole(other)])
     if not pin.granted:
@@ -295,7 +295,7 @@ def test_overwrite_that_never_became_ready_loses_nothing(shape: Shape) -> None:
         world.poll(pin)
         world.verify()
     world.unpin(pin)
-    settle(world)
+    drain(world)
     use(world, whole(region))
     close(world)
 
@@ -330,7 +330,7 @@ def test_released_pages_are_free_once_their_transfers_ended() -> None:
     newer = world.reserve(2 * PAGE_BYTES)
     use(world, whole(newer, c.OVERWRITE))
     world.finish(flight) if flight in world.flights else None
-    settle(world)
+    drain(world)
     close(world)
 
 
@@ -343,7 +343,7 @@ def test_pages_unpinned_while_they_are_fetched_arrive_and_stay(shape: Shape) -> 
     pin = world.start([whole(region)])
     world.take()
     world.unpin(pin)
-    settle(world)
+    drain(world)
     fetched = carried(world, *FETCHES)
     assert fetched >= 2
     use(world, whole(region))
@@ -359,12 +359,12 @@ def test_flush_makes_all_clean_and_keeps_it_resident(shape: Shape) -> None:
     for _ in range(6):
         if world.flush() == 0:
             break
-        settle(world)
+        drain(world)
     assert world.flush() == 0
     assert world.core.locate(region.handle, 0, region.size_bytes).device == 4
     moved = sum(world.moved)
     world.evict(whole(region))
-    settle(world)
+    drain(world)
     assert sum(world.moved) == moved
     close(world)
 
@@ -381,11 +381,11 @@ def test_failed_flush_is_told_to_the_next_call(shape: Shape) -> None:
         world.core.flush()
     assert caught.value.code == c.E_TRANSFER
     assert caught.value.failure == (region.first, flight.transfer.link, -28)
-    settle(world)
+    drain(world)
     for _ in range(4):
         if world.flush() == 0:
             break
-        settle(world)
+        drain(world)
     assert not world.core.page(region.first).dirty
     close(world)
 

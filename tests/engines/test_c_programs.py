@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
         ("flash_faults", "libflash", ["1", "5"]),
         ("copy_stress", "libcopy", ["1", "3"]),
         ("crc32c_ways", "libflash", []),
-        ("frame_runs", "libpager", ["1", "20"]),
+        ("frame_runs", "libcore", ["1", "20"]),
     ],
 )
 def test_program_passes(tmp_path, program, library, arguments):

@@ -136,6 +136,35 @@ def test_paged_run_compares_equal_to_the_unpaged_one(words, paging, tmp_path, ca
     for tier in ("device", "flash"):
         assert 0 < report["stats"][tier]["peak_bytes"] <= report["stats"][tier]["capacity_bytes"]
     assert report["stats"]["flash_written_bytes"] > 0
+    assert report["stats"]["activation_stored_bytes"] > 0
+    assert "went to pages" in output
+
+
+def test_activations_stay_plain_where_asked(words, paging, tmp_path) -> None:
+    report = run_json([*words, *paging, "--steps=1", "--plain-activations"], tmp_path / "report.json")
+    assert report["stats"]["activation_stored_bytes"] == 0
+
+
+@pytest.mark.parametrize("option", ["--accumulate=2", "--step-after-backward"])
+def test_paged_run_compares_equal_with(option, words, paging, tmp_path, capfd) -> None:
+    report = run_json([*words, *paging, option, "--compare"], tmp_path / "report.json")
+    assert report["comparison"]["bitwise_equal"] is True
+
+
+def test_weights_are_updated_in_the_backward_pass_unless_told_otherwise(words, paging, monkeypatch) -> None:
+    import pagert
+
+    asked = []
+    stepped = pagert.Pager.step_in_backward
+
+    def step_in_backward(pager, optimizer, **options):
+        asked.append(options)
+        return stepped(pager, optimizer, **options)
+
+    monkeypatch.setattr(pagert.Pager, "step_in_backward", step_in_backward)
+    assert main([*words, *paging, "--accumulate=3"]) == 0
+    assert main([*words, *paging, "--step-after-backward"]) == 0
+    assert asked == [{"accumulate": 3}]
 
 
 def test_paged_run_saves_what_it_trained(words, paging, tmp_path) -> None:

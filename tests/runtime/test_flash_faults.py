@@ -58,7 +58,7 @@ class Shim:
 def open_pager(setup: str, folder: str, **settings) -> pagert.Pager:
     """Open a pager of which it is known where pages lie: no prediction brings them before they are asked for.
 
-    Failures under lookahead are what tests/c/pager_stress.c is for.
+    Failures under lookahead are what tests/c/core_stress.c is for.
     """
     settings = {"deadline_seconds": 60, "policy": "lru", **settings}
     return pagert.Pager(

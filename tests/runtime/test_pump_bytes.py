@@ -10,6 +10,7 @@ import threading
 import numpy
 import pytest
 
+from pagert._core.device import CpuDevice
 from pagert._core.pump import OVERWRITE, READ, UPDATE, Pump
 from pagert.engines.flash import open_flash
 from pagert.errors import OutOfFrames
@@ -36,10 +37,12 @@ def make_pump(request, tmp_path):
                 tmp_path, capacity_bytes=setup["flash_frames"] * PAGE_BYTES, block_bytes=PAGE_BYTES
             )
         pump = Pump(
+            CpuDevice(
+                device_bytes=device_frames * PAGE_BYTES,
+                host_bytes=setup["host_frames"] * PAGE_BYTES,
+            ),
             page_bytes=PAGE_BYTES,
             page_count=4096,
-            device_frames=device_frames,
-            host_frames=setup["host_frames"],
             flash=flash,
             deadline_seconds=60.0,
             **settings,

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import pagert
+from pagert._core.device import CpuDevice
 from pagert._core.pump import READ, UPDATE, Pump
 from pagert.engines.flash import open_flash
 from pagert.errors import (
@@ -34,10 +35,11 @@ def open_pump(folder=None, device_frames=8, **settings) -> Pump:
     flash = None
     if folder is not None:
         flash = open_flash(folder, capacity_bytes=400 * PAGE_BYTES, block_bytes=PAGE_BYTES)
-    settings = {"host_frames": 0 if folder else 400, "deadline_seconds": 60.0, **settings}
-    return Pump(
-        page_bytes=PAGE_BYTES, page_count=4096, device_frames=device_frames, flash=flash, **settings
+    device = CpuDevice(
+        device_bytes=device_frames * PAGE_BYTES, host_bytes=0 if folder else 400 * PAGE_BYTES
     )
+    settings = {"deadline_seconds": 60.0, **settings}
+    return Pump(device, page_bytes=PAGE_BYTES, page_count=4096, flash=flash, **settings)
 
 
 @pytest.fixture(params=["flash", "host"])
@@ -483,6 +485,6 @@ def test_threads_that_contend_for_frames_all_get_their_turn(pump):
 
 def test_what_the_core_refuses_is_a_configuration_error():
     with pytest.raises(ConfigurationError, match="page_bytes=5000"):
-        Pump(page_bytes=5000, page_count=10, device_frames=4, host_frames=4)
+        Pump(CpuDevice(device_bytes=20000, host_bytes=20000), page_bytes=5000, page_count=10)
     with pytest.raises(ConfigurationError, match=r"frames=\[4, 0, 0\]"):
-        Pump(page_bytes=4096, page_count=10, device_frames=4)
+        Pump(CpuDevice(device_bytes=4 * 4096), page_bytes=4096, page_count=10)

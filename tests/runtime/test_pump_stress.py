@@ -21,7 +21,7 @@ def test_the_pump_survives_several_threads_and_engines_that_are_late_refuse_and_
         pytest.skip(f"no C compiler: {compiler[0]}")
     core = ROOT / "pagert" / "_core"
     sources = [ROOT / "tests" / "c" / "pump_stress.c", *(core / "libpump").glob("*.c"),
-               *(core / "libpager").glob("*.c")]  # fmt: skip
+               *(core / "libcore").glob("*.c")]  # fmt: skip
     program = tmp_path / "pump_stress"
     flags = ["-std=c11", "-O1", "-D_GNU_SOURCE", "-pthread", f"-I{ROOT / 'include'}"]
     subprocess.run([*compiler, *flags, *map(str, sources), "-o", str(program)], check=True)

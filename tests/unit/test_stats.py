@@ -17,7 +17,7 @@ LINKS = (
     "DEVICE_TO_FLASH",
     "HOST_TO_FLASH",
 )
-HEADER = pathlib.Path(__file__).parents[2] / "include" / "pagert" / "pager.h"
+HEADER = pathlib.Path(__file__).parents[2] / "include" / "pagert" / "core.h"
 
 
 def state(*, usage=((8, 5, 7), (16, 9, 11), (32, 17, 19))):

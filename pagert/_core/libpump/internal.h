@@ -48,7 +48,7 @@ struct pagert_pump {
     pthread_mutex_t lock;   /* of the core, and of every field below that is not the driver's */
     pthread_cond_t changed; /* callers wait for it: a transfer completed, or a pin was let go of */
     pthread_cond_t work;    /* the thread waits for it: something to do, and nobody who does it */
-    pagert_pager *core;
+    pagert_core *core;
     pagert_config config;
     void *core_memory;
     uint64_t core_memory_bytes;

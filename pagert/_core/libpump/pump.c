@@ -263,7 +263,7 @@ static int wait_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
         }
         in_time = pump_step(pump, &me, deadline_ns);
         outcome = pagert_pin_poll(pump->core, pin);
-        pump->kicked = true; /* polling may have planned transfers */
+        pump->kicked = true; /* polling may have queued transfers */
     }
     pump->stall_ns += pump_now_ns() - start_ns;
     pump_leave(pump, &me);
@@ -271,7 +271,7 @@ static int wait_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
 }
 
 /* A pin that failed is let go of. Others may wait for what it held, or for what it is about to write. */
-static int settle_pin(pagert_pump *pump, pagert_pin *pin, int outcome)
+static int end_wait(pagert_pump *pump, pagert_pin *pin, int outcome)
 {
     if (outcome < 0) {
         pagert_unpin(pump->core, pin);
@@ -288,7 +288,7 @@ int pagert_pump_pin(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns)
     lock_core(pump);
     int outcome = pagert_pin_start(pump->core, pin);
     if (outcome == 0)
-        outcome = settle_pin(pump, pin, wait_pin(pump, pin, timeout_ns));
+        outcome = end_wait(pump, pin, wait_pin(pump, pin, timeout_ns));
     else if (outcome == 1)
         pump_tell_waiters(pump);
     look_ahead(pump);
@@ -302,7 +302,7 @@ int pagert_pump_pin_wait(pagert_pump *pump, pagert_pin *pin, uint64_t timeout_ns
     int outcome = pagert_pin_poll(pump->core, pin);
     if (outcome == 0)
         outcome = wait_pin(pump, pin, timeout_ns);
-    outcome = settle_pin(pump, pin, outcome);
+    outcome = end_wait(pump, pin, outcome);
     unlock_core(pump);
     return outcome;
 }
