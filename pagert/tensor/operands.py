@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .paged_tensor import PagedTensor
     from .plan import Plan
 
-__all__ = ["Operands", "flat", "geometry", "leave"]
+__all__ = ["Operands", "flat", "geometry", "leave", "over_storage"]
 
 _MODE_NAMES = {READ: "read", UPDATE: "update", OVERWRITE: "overwrite"}
 _SEQUENCES = (list, tuple)
@@ -277,6 +277,29 @@ def geometry(tensor: PagedTensor) -> torch.Tensor:
         torch._C._DisableTorchDispatch(),
     ):
         return torch.ops.aten.alias.default(tensor)
+
+
+def over_storage(
+    tensor: PagedTensor,
+    dtype: torch.dtype,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+) -> torch.Tensor:
+    """Return a plain tensor of any geometry over the storage of `tensor`, which has no memory.
+
+    `set_` would ask for the address of the bytes, which are refused to every reader.
+    """
+    found = geometry(tensor)
+    with torch.inference_mode(False), torch.no_grad():
+        if dtype != tensor.dtype:
+            torch._C._set_neg(found, False)
+            if found.is_complex():
+                torch._C._set_conj(found, False)
+            size_bytes = torch._C.TensorBase.untyped_storage(tensor).nbytes()
+            whole = found.as_strided((size_bytes // found.itemsize,), (1,), 0).view(torch.uint8)
+            found = whole[: size_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        return found.as_strided(size, stride, offset)
 
 
 def flat(runtime: Any, dtype: torch.dtype) -> torch.Tensor:

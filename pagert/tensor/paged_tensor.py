@@ -21,7 +21,8 @@ from pagert.geometry import byte_range, contiguous_stride, describe, extent, fil
 
 from . import copying, gradients, persistence
 from .dispatch import make_dispatcher
-from .operands import Operands
+from .operands import Operands, over_storage
+from .unreadable import make_unreadable
 
 if TYPE_CHECKING:
     import numpy
@@ -93,7 +94,7 @@ class PagedTensor(torch.Tensor):
     is the device that computes.
 
     A plain tensor does not become paged by `plain.data = paged`: PyTorch exchanges what the plain
-    one is made of without asking, and its next reader would find no memory. Make a new parameter,
+    one is made of without asking, and its next reader gets an exception. Make a new parameter,
     `module.weight = torch.nn.Parameter(pager.tensor(x))`, or use `Pager.page_`.
 
     Results of other operators are plain tensors. Whatever needs a raw address (`data_ptr`, `numpy`,
@@ -123,9 +124,7 @@ class PagedTensor(torch.Tensor):
         tensor._region = runtime.pump.reserve(size_bytes) if size_bytes else None
         tensor._runtime = runtime
         if size_bytes:
-            torch._C._set_throw_on_mutable_data_ptr(
-                tensor
-            )  # C++ code gets an exception, never address 0
+            make_unreadable(tensor)
         return tensor
 
     @classmethod
@@ -139,13 +138,7 @@ class PagedTensor(torch.Tensor):
     @classmethod
     def _view(cls, owner: PagedTensor, like: torch.Tensor, offset: int) -> PagedTensor:
         """Return a view of the owner's region at element `offset`, with the geometry of `like`."""
-        geometry = torch.empty(0, dtype=like.dtype, device=owner.device)
-        geometry.set_(
-            torch._C.TensorBase.untyped_storage(owner),
-            offset,
-            like.size(),
-            like.stride(),
-        )
+        geometry = over_storage(owner, like.dtype, like.size(), like.stride(), offset)
         torch._C._set_neg(geometry, like.is_neg())
         if like.is_complex():
             torch._C._set_conj(geometry, like.is_conj())
