@@ -19,7 +19,7 @@ from pagert._core.pump import READ, UPDATE
 from pagert.errors import PagerClosed, UnsupportedOperator, UnsupportedTensor
 from pagert.geometry import byte_range, contiguous_stride, describe, extent, fills_range
 
-from . import copying, gradients, persistence
+from . import copying, gradients, persistence, sharing
 from .dispatch import make_dispatcher
 from .operands import Operands, over_storage
 from .unreadable import make_unreadable
@@ -223,7 +223,8 @@ class PagedTensor(torch.Tensor):
     def data(self) -> torch.Tensor:
         """The same bytes without history.
 
-        Assigning rebinds to the bytes of another tensor, paged if need be.
+        Assigning rebinds to the bytes of another tensor. A plain one becomes paged in place, with
+        whatever else looks at its bytes: both are one, as among plain tensors.
         """
         return _DATA.__get__(self)
 
@@ -232,8 +233,25 @@ class PagedTensor(torch.Tensor):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"data must be a tensor, not {type(value).__name__}")
         if type(value) is not PagedTensor:
-            value = PagedTensor._page(self._runtime, check_wrappable(value))
+            value = sharing.page_with_others(
+                PagedTensor, self._runtime, "data", check_wrappable(value)
+            )
         self._rebind(value)
+
+    def set_(self, *arguments: Any, **options: Any) -> PagedTensor:  # type: ignore[override]
+        """Become another look at the bytes of another tensor, in place.
+
+        A plain source becomes paged in place, with what else looks at its bytes. A storage as the
+        source is refused by name.
+        """
+        source = options.get("source", arguments[0] if arguments else None)
+        if isinstance(source, torch.Tensor) and type(source) is not PagedTensor:
+            paged = sharing.page_with_others(
+                PagedTensor, self._runtime, "the source of set_", check_wrappable(source)
+            )
+            arguments, options = (paged, *arguments[1:]), {**options}
+            options.pop("source", None)
+        return super().set_(*arguments, **options)
 
     @property
     def requires_grad(self) -> bool:
