@@ -19,7 +19,7 @@ from pagert._core.pump import READ, UPDATE
 from pagert.errors import PagerClosed, UnsupportedOperator, UnsupportedTensor
 from pagert.geometry import byte_range, contiguous_stride, describe, extent, fills_range
 
-from . import copying, gradients, persistence, sharing
+from . import copying, gradients, persistence, remaking, sharing
 from .dispatch import make_dispatcher
 from .operands import Operands, over_storage
 from .unreadable import make_unreadable
@@ -109,6 +109,29 @@ class PagedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     # Construction.
+
+    def __new__(  # type: ignore[misc]
+        cls, data: Any = None, requires_grad: bool | None = None, **attributes: Any
+    ) -> torch.Tensor:
+        """Make another tensor of `data`, as `type(p)(data, requires_grad=...)` asks for it.
+
+        Parameters
+        ----------
+        data : torch.Tensor
+            Its bytes are shared, not copied.
+        requires_grad : bool, optional
+            Given, the result is a Parameter, as with `torch.nn.Parameter(data, requires_grad)`.
+        attributes
+            Of the result. Those of a paged tensor, `**p.__dict__`, name its pager and whether it is
+            a parameter; where its bytes lie is left out.
+
+        Returns
+        -------
+        torch.Tensor
+            Paged where `data` is, or where the attributes name a pager: then a plain `data` becomes
+            paged in place. Plain otherwise, because no pager is known: `Pager.page_` pages it.
+        """
+        return remaking.remake(cls, data, requires_grad, attributes)
 
     @classmethod
     def _reserve(
@@ -251,7 +274,8 @@ class PagedTensor(torch.Tensor):
             )
             arguments, options = (paged, *arguments[1:]), {**options}
             options.pop("source", None)
-        return super().set_(*arguments, **options)
+        super().set_(*arguments, **options)
+        return self
 
     @property
     def requires_grad(self) -> bool:

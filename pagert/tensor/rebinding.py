@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from pagert.errors import UnsupportedOperator
 from pagert.geometry import describe
 
@@ -33,11 +31,6 @@ def run_set(
         raise UnsupportedOperator(
             f"{plan.name} between a paged tensor and a plain one {describe(plain)}: they cannot have "
             "the same bytes; give it a paged tensor, pager.tensor(x), or use copy_"
-        )
-    if target.dtype != source.dtype:
-        raise RuntimeError(
-            f"{plan.name}: the tensor is {target.dtype} and its source {source.dtype}; set_ keeps "
-            "the dtype, assign `t.data = source` to change it"
         )
     if target is not source:
         target._rebind(cast("PagedTensor", source.detach()))

@@ -10,7 +10,7 @@ is refused.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,19 +25,30 @@ if TYPE_CHECKING:
 
     from .paged_tensor import PagedTensor
 
-__all__ = ["Named", "check_exchangeable", "find_outsiders", "overlapping", "page_together", "page_with_others"]
+__all__ = [
+    "Named",
+    "check_exchangeable",
+    "exchange",
+    "find_lookers",
+    "find_outsiders",
+    "overlapping",
+    "page_together",
+    "page_with_others",
+    "storage_id",
+]
 
 Named = tuple[str, torch.Tensor]
 
 _OUTSIDER = "a tensor that shares bytes with"
-_storage_id: Any = torch._C._storage_id
+_TORCH: Any = torch._C
+storage_id: Any = _TORCH._storage_id
 
 
 def overlapping(named: Iterable[Named]) -> list[list[Named]]:
     """Group tensors whose bytes overlap: they are tied and get one region. All others are alone."""
     by_storage: dict[int, list[Named]] = {}
     for entry in named:
-        by_storage.setdefault(_storage_id(entry[1]), []).append(entry)
+        by_storage.setdefault(storage_id(entry[1]), []).append(entry)
     groups: list[list[Named]] = []
     for entries in by_storage.values():
         entries.sort(key=lambda entry: byte_range(entry[1])[0])
@@ -63,23 +74,23 @@ def find_outsiders(named: Sequence[Named]) -> list[Named]:
     known: dict[int, list[Named]] = {}
     for name, tensor in named:
         if tensor.numel():
-            known.setdefault(_storage_id(tensor), []).append((name, tensor))
+            known.setdefault(storage_id(tensor), []).append((name, tensor))
     missing = {}
-    for storage_id, entries in known.items():
+    for at, entries in known.items():
         count = _owner_count(entries[0][1]) - len(entries)
         if count > 0:
-            missing[storage_id] = count
+            missing[at] = count
     if not missing:
         return []
     ids = {id(tensor) for _, tensor in named}
     found = [(at, tensor) for at, tensor in _tensors_on(missing) if id(tensor) not in ids]
     outsiders = []
-    for storage_id, tensor in found:
-        missing[storage_id] -= 1
-        outsiders.append((f"{_OUTSIDER} {known[storage_id][0][0]},", tensor))
-    for storage_id, count in missing.items():
+    for at, tensor in found:
+        missing[at] -= 1
+        outsiders.append((f"{_OUTSIDER} {known[at][0][0]},", tensor))
+    for at, count in missing.items():
         if count > 0:
-            name, tensor = known[storage_id][0]
+            name, tensor = known[at][0]
             raise PagertError(
                 f"{name} {describe(tensor)} shares its bytes with {count} others that are still alive and are "
                 "no Python tensors: a graph (page a module before its forward pass, or after backward when "
@@ -125,21 +136,48 @@ def page_together(
     source = torch.empty(0, dtype=torch.uint8, device=group[0][1].device)
     source.set_(group[0][1].untyped_storage(), start, (size_bytes,), (1,))
     whole = cls._page(runtime, source)
+
+    def view_of(tensor: torch.Tensor) -> torch.Tensor:
+        return cls._view(whole, tensor, int(tensor.storage_offset()) - start // tensor.itemsize)
+
+    exchange(cls, group, owners, view_of, start)
+
+
+def exchange(
+    cls: type[PagedTensor],
+    group: Sequence[Named],
+    owners: dict[int, torch.Tensor],
+    view_of: Callable[[torch.Tensor], torch.Tensor],
+    start: int = 0,
+) -> None:
+    """Let each tensor of a group become `view_of` it, and views of each other views of each other.
+
+    What lay at byte `start` of the old storage lies at the beginning of the new one.
+    """
     ids = {id(tensor) for _, tensor in group}
     bases = {id(tensor): tensor._base for _, tensor in group if id(tensor._base) in ids}
     # A view comes after what it is a view of, so that it is one again and has its version counter.
     for name, tensor in sorted(group, key=lambda entry: id(entry[1]) in bases):
         base = bases.get(id(tensor))
-        offset = int(tensor.storage_offset()) - start // tensor.itemsize
         if base is not None and base.dtype == tensor.dtype:
+            offset = int(tensor.storage_offset()) - start // tensor.itemsize
             with torch.set_grad_enabled(not base.requires_grad):
                 view = base.as_strided(tensor.size(), tensor.stride(), offset)
         else:
-            view = cls._view(whole, tensor, offset)
+            view = view_of(tensor)
         become(cls, name, tensor, view)
         owner = owners.get(id(tensor))
         if owner is not None:
             owner.grad = tensor
+
+
+def find_lookers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Find the tensors of Python that look at the storages of `tensors` and are not among them."""
+    storages = {storage_id(tensor) for tensor in tensors if _owner_count(tensor) > 1}
+    if not storages:
+        return []
+    ids = {id(tensor) for tensor in tensors}
+    return [tensor for _, tensor in _tensors_on(storages) if id(tensor) not in ids]
 
 
 def page_with_others(
@@ -151,9 +189,9 @@ def page_with_others(
     """
     named = [(name, tensor)]
     outsiders = find_outsiders(named)
-    if type(tensor) is not torch.Tensor or tensor.grad_fn is not None or use_count(tensor) > 1:
-        if not outsiders:
-            return cls._page(runtime, tensor)
+    of_graph = tensor.grad_fn is not None or use_count(tensor) > 1
+    if not outsiders and (of_graph or type(tensor) not in (torch.Tensor, torch.nn.Parameter)):
+        return cls._page(runtime, tensor)
     group = next(g for g in overlapping(named + outsiders) if any(t is tensor for _, t in g))
     check_exchangeable(group)
     page_together(cls, runtime, group, {})
@@ -173,7 +211,7 @@ def _tensors_on(storage_ids: Iterable[int]) -> list[tuple[int, torch.Tensor]]:
     for candidate in gc.get_objects():
         # Not isinstance: it would ask objects of any kind for their class.
         if issubclass(type(candidate), torch.Tensor) and torch._C._has_storage(candidate):
-            storage_id = _storage_id(candidate)
-            if storage_id in wanted:
-                found.append((storage_id, candidate))
+            at = storage_id(candidate)
+            if at in wanted:
+                found.append((at, candidate))
     return found

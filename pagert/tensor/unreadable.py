@@ -11,6 +11,7 @@ made for that, and it is used only if readers of that storage are then refused.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from typing import Any
 
 import torch
@@ -55,13 +56,13 @@ def _find_flag() -> int:
         records.append(_record(storage._cdata))
     changed = [
         [at for at in range(_SIZE_BYTES) if before[at] != after[at]]
-        for before, after in zip(records, records[1:], strict=False)
+        for before, after in itertools.pairwise(records)
     ]
     if len(changed[0]) != 2 or changed[1] != [changed[0][1] + 2]:
         return 0
     offset = changed[0][1] + 1
     flag = ctypes.c_bool.from_address(storage._cdata + offset)
-    if records[0][offset] or probe.isnan().numel() != 3:  # readers are not refused yet
+    if records[0][offset]:
         return 0
     flag.value = True
     try:

@@ -14,17 +14,20 @@ import torch
 
 from pagert.config import format_bytes
 from pagert.errors import ForeignTensor, PagertError
-from pagert.geometry import byte_range, describe
+from pagert.geometry import byte_range, describe, fills_range
 from pagert.tensor import gradients
-from pagert.tensor.becoming import become, check_unused
+from pagert.tensor.becoming import become
 from pagert.tensor.copying import copy, load
 from pagert.tensor.paged_tensor import PagedTensor, check_wrappable
 from pagert.tensor.sharing import (
     Named,
     check_exchangeable,
+    exchange,
+    find_lookers,
     find_outsiders,
     overlapping,
     page_together,
+    storage_id,
 )
 
 from .derived import without_derived
@@ -78,7 +81,7 @@ def page_module(runtime: Runtime, module: torch.nn.Module, min_bytes: int) -> in
         # Gradients that share bytes go first: their parameters then find them paged.
         for group in sorted(groups, key=lambda group: id(group[0][1]) not in owners):
             name, tensor = group[0]
-            if len(group) > 1:
+            if len(group) > 1 or not fills_range(tensor):
                 page_together(PagedTensor, runtime, group, owners)
             else:
                 become(PagedTensor, name, tensor, PagedTensor._page(runtime, tensor))
@@ -94,28 +97,55 @@ def page_module(runtime: Runtime, module: torch.nn.Module, min_bytes: int) -> in
 
 
 def unpage_module(runtime: Runtime, module: torch.nn.Module) -> None:
-    """Give what `runtime` pages of `module` memory of its own again, one tensor at a time."""
-    loaded: dict[int, tuple[object, torch.Tensor]] = {}  # by region: ties through one storage stay
+    """Give what `runtime` pages of `module` memory of its own again, one region at a time.
+
+    Tensors outside of the module that look at the same bytes go with them.
+    """
     named = {id(tensor): (name, tensor) for name, tensor in reversed(list(_tensors(module)))}
-    paged = [
-        (name, tensor)
-        for name, tensor in reversed(named.values())
-        if type(tensor) is PagedTensor and tensor._runtime is runtime
+    owners: dict[int, torch.Tensor] = {}
+    entries: list[Named] = []
+    for name, tensor in reversed(named.values()):
+        gradient = tensor.grad if tensor.is_leaf else None
+        if type(gradient) is PagedTensor and gradient._runtime is runtime and not gradient.requires_grad:
+            owners[id(gradient)] = tensor
+            entries.append((f"{name}.grad", gradient))
+        if type(tensor) is PagedTensor and tensor._runtime is runtime:
+            entries.append((name, tensor))
+    entries += [
+        (f"a paged tensor {describe(tensor)} that shares bytes with the module,", tensor)
+        for tensor in find_lookers([tensor for _, tensor in entries])
+        if type(tensor) is PagedTensor
     ]
-    for name, tensor in paged:
-        check_unused(name, tensor)
-    for name, tensor in paged:
-        if tensor._region is None:
-            plain = load(PagedTensor, _detached(tensor))
-        else:
-            # The entry holds the region, so that its id stays its own while the loop runs.
-            key = id(tensor._region)
-            _, source = loaded.setdefault(key, (tensor._region, _load_region(tensor)))
-            plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            plain.set_(
-                source.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-            )
-        become(PagedTensor, name, tensor, plain)
+    regions: dict[int, list[Named]] = {}
+    for entry in entries:
+        regions.setdefault(id(cast(PagedTensor, entry[1])._region), []).append(entry)
+    empty = regions.pop(id(None), [])
+    held = [cast(torch.Tensor, owner.grad) for owner in owners.values()]
+    for group in regions.values():
+        check_exchangeable(group, held)
+    for group in sorted([empty, *regions.values()], key=lambda group: not _of_gradients(group, owners)):
+        _unpage(group, owners)
+
+
+def _of_gradients(group: list[Named], owners: dict[int, torch.Tensor]) -> bool:
+    return any(id(tensor) in owners for _, tensor in group)
+
+
+def _unpage(group: list[Named], owners: dict[int, torch.Tensor]) -> None:
+    if not group:
+        return
+    first = cast(PagedTensor, group[0][1])
+    source = torch.empty(0) if first._region is None else _load_region(first)
+
+    def view_of(tensor: torch.Tensor) -> torch.Tensor:
+        if cast(PagedTensor, tensor)._region is None:
+            return load(PagedTensor, cast(PagedTensor, tensor.detach()))
+        plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        storage = source.untyped_storage()
+        plain.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return plain
+
+    exchange(PagedTensor, group, owners, view_of)
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -148,8 +178,8 @@ def _choose(
         if id(tensor.grad if tensor.is_leaf else None) in owners
     ]
     followed = {key for key, owner in owners.items() if id(owner) in chosen or type(owner) is PagedTensor}
-    storages = {torch._C._storage_id(t) for _, t in plain + graded if id(t) in chosen | followed}
-    known = [entry for entry in plain + graded if torch._C._storage_id(entry[1]) in storages]
+    storages = {storage_id(t) for _, t in plain + graded if id(t) in chosen | followed}
+    known = [entry for entry in plain + graded if storage_id(entry[1]) in storages]
     groups = []
     for group in overlapping(known + find_outsiders(known)):
         ids = {id(tensor) for _, tensor in group}
@@ -176,10 +206,6 @@ def _check(runtime: Runtime, name: str, tensor: torch.Tensor) -> None:
         check_wrappable(tensor)
     except PagertError as error:
         raise type(error)(f"{name}: {error}") from None
-
-
-def _detached(tensor: PagedTensor) -> PagedTensor:
-    return cast(PagedTensor, tensor.detach())
 
 
 def _load_region(tensor: PagedTensor) -> torch.Tensor:
