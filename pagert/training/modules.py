@@ -7,10 +7,12 @@ references and hooks that know it keep working. Only what the object is made of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from pagert.config import format_bytes
 from pagert.errors import ForeignTensor, PagertError
@@ -31,6 +33,7 @@ from pagert.tensor.sharing import (
 )
 
 from .derived import without_derived
+from .lazy import forget_lazy, page_when_concrete
 
 if TYPE_CHECKING:
     from pagert.runtime import Runtime
@@ -46,7 +49,8 @@ def page_module(runtime: Runtime, module: torch.nn.Module, min_bytes: int) -> in
     runtime : Runtime
         The pager that gets the bytes.
     module : torch.nn.Module
-        Changed in place. Tensors on the meta device are left as they are.
+        Changed in place. Tensors on the meta device are left as they are; lazy parts are paged in
+        their first forward pass, when they have shapes.
     min_bytes : int
         Tensors that are smaller stay plain; they move to the compute device.
 
@@ -65,13 +69,16 @@ def page_module(runtime: Runtime, module: torch.nn.Module, min_bytes: int) -> in
     named = {
         id(tensor): (name, tensor)
         for name, tensor in reversed(list(_tensors(module)))
-        if not tensor.is_meta
+        if not is_lazy(tensor) and not tensor.is_meta
     }
     for name, tensor in reversed(named.values()):
         _check(runtime, name, tensor)
     owners = {
         id(tensor.grad): tensor for _, tensor in named.values() if _has_plain_gradient(tensor)
     }
+    page_when_concrete(
+        runtime, module, functools.partial(page_module, runtime, min_bytes=min_bytes)
+    )
     with without_derived(module):
         groups, plain = _choose(list(reversed(named.values())), owners, min_bytes)
         # A storage that a parameter's gradient lies on is held by the parameter as well.
@@ -101,7 +108,12 @@ def unpage_module(runtime: Runtime, module: torch.nn.Module) -> None:
 
     Tensors outside of the module that look at the same bytes go with them.
     """
-    named = {id(tensor): (name, tensor) for name, tensor in reversed(list(_tensors(module)))}
+    forget_lazy(runtime, module)
+    named = {
+        id(tensor): (name, tensor)
+        for name, tensor in reversed(list(_tensors(module)))
+        if not is_lazy(tensor)
+    }
     owners: dict[int, torch.Tensor] = {}
     entries: list[Named] = []
     for name, tensor in reversed(named.values()):
