@@ -17,9 +17,10 @@ from .persistence import user_attributes
 if TYPE_CHECKING:
     from .paged_tensor import PagedTensor
 
-__all__ = ["become", "check_unused", "use_count"]
+__all__ = ["become", "check_unused", "set_gradient", "use_count"]
 
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
+_GRAD: Any = torch._C.TensorBase.grad
 
 
 def become(
@@ -44,10 +45,10 @@ def become(
         replacement = torch.nn.Parameter(replacement, requires_grad=False)
     # Not by the property: the hook for gradients comes with those of the tensor.
     _REQUIRES_GRAD.__set__(replacement, tensor.requires_grad)
-    keep_gradient_dtype(tensor, replacement)
+    _keep_gradient_dtype(tensor, replacement)
     if gradient is not None and gradient.layout is torch.strided:
         _follow_gradient(cls, name, gradient, replacement)
-        replacement.grad = gradient
+        set_gradient(replacement, gradient)
     replacement.__dict__.update(attributes)
     torch._C._swap_tensor_impl(tensor, replacement)
     tensor.__class__, replacement.__class__ = replacement.__class__, tensor.__class__
@@ -59,7 +60,12 @@ def become(
         tensor._post_accumulate_grad_hooks = hooks[1]
 
 
-def keep_gradient_dtype(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
+def set_gradient(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Assign a gradient as it is: the property of a paged tensor would page it."""
+    _GRAD.__set__(tensor, gradient)
+
+
+def _keep_gradient_dtype(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
     """Ask for gradients of the same dtype, where the user has asked for another one than usual."""
     if tensor.is_leaf and tensor.requires_grad:
         dtype = tensor.grad_dtype

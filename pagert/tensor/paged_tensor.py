@@ -35,6 +35,7 @@ __all__ = ["PagedTensor", "Resident"]
 
 # PyTorch's own attributes, below the properties of the same names.
 _DATA: Any = torch._C.TensorBase.data
+_GRAD: Any = torch._C.TensorBase.grad
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 _TIERS = ("zero", "device", "host", "flash")
@@ -276,6 +277,20 @@ class PagedTensor(torch.Tensor):
             options.pop("source", None)
         super().set_(*arguments, **options)
         return self
+
+    def _set_grad(self, value: torch.Tensor | None) -> None:
+        if type(value) is torch.Tensor and self.grad is not value and sharing.is_ordinary(value):
+            # It would be replaced by a paged one after the next backward pass, and its user's hold
+            # on it, or on the buffer that it is a part of, would be lost.
+            sharing.page_with_others(PagedTensor, self._runtime, "grad", value)
+        _GRAD.__set__(self, value)
+
+    grad = property(
+        _GRAD.__get__,
+        _set_grad,
+        _GRAD.__delete__,
+        """The gradient. A plain one that is assigned becomes paged in place.""",
+    )
 
     @property
     def requires_grad(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 from pagert.errors import PagertError
 from pagert.geometry import byte_range, describe
 
-from .becoming import become, check_unused, use_count
+from .becoming import become, check_unused, set_gradient, use_count
 
 if TYPE_CHECKING:
     from pagert.runtime import Runtime
@@ -31,6 +31,7 @@ __all__ = [
     "exchange",
     "find_lookers",
     "find_outsiders",
+    "is_ordinary",
     "overlapping",
     "page_together",
     "page_with_others",
@@ -172,7 +173,12 @@ def exchange(
         become(cls, name, tensor, view)
         owner = owners.get(id(tensor))
         if owner is not None:
-            owner.grad = tensor
+            set_gradient(owner, tensor)
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has bytes of its own that can be paged, and is of no graph."""
+    return tensor.layout is torch.strided and not tensor.requires_grad and not tensor.is_meta
 
 
 def find_lookers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -189,12 +195,16 @@ def page_with_others(
 ) -> PagedTensor:
     """Page a plain tensor and whatever else looks at its bytes, all in place.
 
-    What a graph made or holds is copied: nobody can change it in place without autograd's complaint.
+    What a graph made or holds cannot be exchanged. A copy is paged where that is all that looks at
+    the bytes; where others look at them too, it is refused.
     """
     named = [(name, tensor)]
     outsiders = find_outsiders(named)
     of_graph = tensor.grad_fn is not None or use_count(tensor) > 1
-    if not outsiders and (of_graph or type(tensor) not in (torch.Tensor, torch.nn.Parameter)):
+    exchangeable = not of_graph and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not exchangeable and not outsiders:
+        return cls._page(runtime, tensor)
+    if outsiders and all(other.grad_fn is not None for _, other in outsiders):
         return cls._page(runtime, tensor)
     group = next(g for g in overlapping(named + outsiders) if any(t is tensor for _, t in g))
     check_exchangeable(group)

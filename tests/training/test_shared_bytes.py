@@ -76,6 +76,31 @@ def test_flat_gradients_and_their_buffer_stay_one_when_unpaged(pager):
     assert same(flat, before * 2) and type(module[0].weight.grad) is torch.Tensor
 
 
+def test_flat_gradients_given_to_a_paged_module_stay_one_with_their_buffer(pager):
+    models = [model(), pager.page_(model(), min_bytes=0)]
+    flats = [flatten_gradients(m) for m in models]
+    for m, flat in zip(models, flats, strict=True):
+        backward(m)
+        flat.mul_(0.5)
+        backward(m)
+    assert type(flats[1]) is PagedTensor and same(*flats)
+    for one, other in zip(*[m.parameters() for m in models], strict=True):
+        assert same(one.grad, other.grad)
+
+
+def test_gradient_given_to_a_paged_parameter_is_the_one_that_is_accumulated(pager):
+    module = pager.page_(model(), min_bytes=0)
+    gradient = module[0].weight.grad = torch.zeros(40, 40)
+    backward(module)
+    backward(module)
+    assert module[0].weight.grad is gradient and type(gradient) is PagedTensor
+    assert gradient.abs().sum().item() > 0
+    with pytest.raises(RuntimeError, match=r"size|shape"):
+        module[0].weight.grad = torch.zeros(3)
+    del module[0].weight.grad
+    assert module[0].weight.grad is None
+
+
 def test_slab_of_parameters_and_its_buffer_stay_one(pager):
     models = [model(), model()]
     flats = [flatten_parameters(m) for m in models]
