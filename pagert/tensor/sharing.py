@@ -84,7 +84,13 @@ def find_outsiders(named: Sequence[Named]) -> list[Named]:
     if not missing:
         return []
     ids = {id(tensor) for _, tensor in named}
-    found = [(at, tensor) for at, tensor in _tensors_on(missing) if id(tensor) not in ids]
+    found = [
+        (at, tensor)
+        for at, tensor in _tensors_on(missing)
+        # A subclass that runs its operators itself has more to it than its bytes.
+        if id(tensor) not in ids
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    ]
     outsiders = []
     for at, tensor in found:
         missing[at] -= 1

@@ -64,7 +64,8 @@ def page_module(runtime: Runtime, module: torch.nn.Module, min_bytes: int) -> in
     UnsupportedTensor, ForeignTensor
         Before anything is changed: a tensor cannot be paged, or belongs to another pager.
     PagertError
-        A parameter is part of a graph that is still alive; what was paged before it stays paged.
+        A parameter is part of a graph that is still alive, or shares its bytes with something that is
+        no tensor of Python's. Nothing was changed.
     """
     named = {
         id(tensor): (name, tensor)
@@ -76,15 +77,15 @@ def page_module(runtime: Runtime, module: torch.nn.Module, min_bytes: int) -> in
     owners = {
         id(tensor.grad): tensor for _, tensor in named.values() if _has_plain_gradient(tensor)
     }
-    page_when_concrete(
-        runtime, module, functools.partial(page_module, runtime, min_bytes=min_bytes)
-    )
     with without_derived(module):
         groups, plain = _choose(list(reversed(named.values())), owners, min_bytes)
         # A storage that a parameter's gradient lies on is held by the parameter as well.
         held = [cast(torch.Tensor, owner.grad) for owner in owners.values()]
         for group in groups:
             check_exchangeable(group, held)
+        page_when_concrete(
+            runtime, module, functools.partial(page_module, runtime, min_bytes=min_bytes)
+        )
         # Gradients that share bytes go first: their parameters then find them paged.
         for group in sorted(groups, key=lambda group: id(group[0][1]) not in owners):
             name, tensor = group[0]
