@@ -14,7 +14,7 @@ from torch import nn
 from pagert.tensor import PagedTensor
 
 pytestmark = [
-    pytest.mark.parametrize("make_pager", ["fake", "host-flash"], indirect=True),
+    pytest.mark.parametrize("make_pager", ["host-flash"], indirect=True),
     pytest.mark.filterwarnings("ignore:Lazy modules are a new feature"),
 ]
 

@@ -16,7 +16,7 @@ from torch.nn.utils import prune, stateless
 from pagert.errors import UnsupportedOperator
 from pagert.tensor import PagedTensor
 
-pytestmark = pytest.mark.parametrize("make_pager", ["fake", "host-flash"], indirect=True)
+pytestmark = pytest.mark.parametrize("make_pager", ["host-flash"], indirect=True)
 
 X = torch.linspace(-1, 1, 160).reshape(4, 40)
 

@@ -16,7 +16,7 @@ from pagert.tensor import PagedTensor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning"),
-    pytest.mark.parametrize("make_pager", ["fake", "host-flash"], indirect=True),
+    pytest.mark.parametrize("make_pager", ["host-flash"], indirect=True),
 ]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from pagert.tensor import PagedTensor
 
-pytestmark = pytest.mark.parametrize("make_pager", ["fake", "host-flash"], indirect=True)
+pytestmark = pytest.mark.parametrize("make_pager", ["host-flash"], indirect=True)
 
 
 @pytest.fixture

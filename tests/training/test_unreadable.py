@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+pytestmark = pytest.mark.parametrize("make_pager", ["host-flash"], indirect=True)
+
 READERS = {
     "sum": lambda t: t.sum(),
     "clone": lambda t: t.clone(),
