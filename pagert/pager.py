@@ -129,7 +129,9 @@ class Pager(Runtime):
 
         Every Parameter stays the same object, so an optimizer may be built before or after. Ties
         are kept. One tensor is moved at a time. Gradients that exist move as well; optimizer state
-        that exists stays plain and is used as it is.
+        that exists stays plain and is used as it is. Tensors outside of the module that share bytes
+        with it (views, a flat buffer of parameters or gradients, an older state dict) are paged in
+        place with it. Lazy parts are paged in their first forward pass.
 
         Parameters
         ----------
@@ -149,7 +151,8 @@ class Pager(Runtime):
         UnsupportedTensor, ForeignTensor
             A tensor cannot be paged, or belongs to another pager; nothing was changed.
         PagertError
-            A parameter is part of a graph that is still alive.
+            A parameter is part of a graph that is still alive, or shares its bytes with something
+            that is no tensor of Python's. Nothing was changed.
         """
         self._check_open("pager.page_")
         keep_loaded_paged()
@@ -245,7 +248,7 @@ class Pager(Runtime):
     def unpage_(self, module: _Module) -> _Module:
         """Give the parameters, buffers and gradients of a module plain memory again, in place.
 
-        Returns the module.
+        Paged tensors outside of the module that share bytes with it go with it. Returns the module.
         """
         self._check_open("pager.unpage_")
         modules.unpage_module(self, module)

@@ -14,7 +14,7 @@ from pagert._core.pump import READ, UPDATE
 from pagert.errors import UnsupportedOperator
 from pagert.geometry import byte_range, describe
 
-from . import factories, lists, views
+from . import factories, lists, rebinding, views
 from .copying import page
 from .traits import Kind, Traits, analyse
 
@@ -119,6 +119,7 @@ _ROUTES = {
     Kind.FILLED: factories.run_filled,
     Kind.COPY: factories.run_copy,
     Kind.ASSIGN: factories.run_assign,
+    Kind.SET: rebinding.run_set,
     Kind.LIST: lists.run_list,
     Kind.REFUSED: refuse,
 }

@@ -10,6 +10,7 @@ import torch
 
 from pagert._core.operation import Operation
 from pagert._core.pump import OVERWRITE
+from pagert.geometry import is_dense
 
 from . import copying
 
@@ -41,7 +42,11 @@ def _like(
             base.size(), base.stride(), dtype=base.dtype, device=runtime.device
         )
         described = traits.op(template, *arguments[1:], **options)
-    return cls._reserve(runtime, described.size(), described.stride(), described.dtype)
+    stride = described.stride()
+    preserves = options.get("memory_format") in (None, torch.preserve_format)
+    if preserves and "memory_format" in traits.argument_names and is_dense(base.size(), base.stride()):
+        stride = base.stride()  # kernels for the meta device change those of axes of length one
+    return cls._reserve(runtime, described.size(), stride, described.dtype)
 
 
 def _on_meta(traits: Traits, options: Mapping[str, Any]) -> dict[str, Any]:

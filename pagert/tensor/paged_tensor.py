@@ -17,7 +17,7 @@ from pagert._core.pump import READ, UPDATE
 from pagert.errors import PagerClosed, UnsupportedOperator, UnsupportedTensor
 from pagert.geometry import byte_range, describe
 
-from . import copying, gradients, persistence
+from . import copying, gradients, persistence, remaking, sharing
 from .dispatch import make_dispatcher
 from .region_tensor import RegionTensor
 
@@ -30,6 +30,7 @@ __all__ = ["PagedTensor", "Resident"]
 
 # PyTorch's own attributes, below the properties of the same names.
 _DATA: Any = torch._C.TensorBase.data
+_GRAD: Any = torch._C.TensorBase.grad
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 _TIERS = ("zero", "device", "host", "flash")
@@ -89,7 +90,7 @@ class PagedTensor(RegionTensor):
     is the device that computes.
 
     A plain tensor does not become paged by `plain.data = paged`: PyTorch exchanges what the plain
-    one is made of without asking, and its next reader would find no memory. Make a new parameter,
+    one is made of without asking, and its next reader gets an exception. Make a new parameter,
     `module.weight = torch.nn.Parameter(pager.tensor(x))`, or use `Pager.page_`.
 
     Results of other operators are plain tensors. Whatever needs a raw address (`data_ptr`, `numpy`,
@@ -99,6 +100,29 @@ class PagedTensor(RegionTensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     # Construction.
+
+    def __new__(  # type: ignore[misc]
+        cls, data: Any = None, requires_grad: bool | None = None, **attributes: Any
+    ) -> torch.Tensor:
+        """Make another tensor of `data`, as `type(p)(data, requires_grad=...)` asks for it.
+
+        Parameters
+        ----------
+        data : torch.Tensor
+            Its bytes are shared, not copied.
+        requires_grad : bool, optional
+            Given, the result is a Parameter, as with `torch.nn.Parameter(data, requires_grad)`.
+        attributes
+            Of the result. Those of a paged tensor, `**p.__dict__`, name its pager and whether it is
+            a parameter; where its bytes lie is left out.
+
+        Returns
+        -------
+        torch.Tensor
+            Paged where `data` is, or where the attributes name a pager: then a plain `data` becomes
+            paged in place. Plain otherwise, because no pager is known: `Pager.page_` pages it.
+        """
+        return remaking.remake(cls, data, requires_grad, attributes)
 
     @classmethod
     def _page(
@@ -166,7 +190,8 @@ class PagedTensor(RegionTensor):
     def data(self) -> torch.Tensor:
         """The same bytes without history.
 
-        Assigning rebinds to the bytes of another tensor, paged if need be.
+        Assigning rebinds to the bytes of another tensor. A plain one becomes paged in place, with
+        whatever else looks at its bytes: both are one, as among plain tensors.
         """
         return _DATA.__get__(self)
 
@@ -175,8 +200,40 @@ class PagedTensor(RegionTensor):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"data must be a tensor, not {type(value).__name__}")
         if type(value) is not PagedTensor:
-            value = PagedTensor._page(self._runtime, check_wrappable(value))
+            value = sharing.page_with_others(
+                PagedTensor, self._runtime, "data", check_wrappable(value)
+            )
         self._rebind(value)
+
+    def set_(self, *arguments: Any, **options: Any) -> PagedTensor:  # type: ignore[override]
+        """Become another look at the bytes of another tensor, in place.
+
+        A plain source becomes paged in place, with what else looks at its bytes. A storage as the
+        source is refused by name.
+        """
+        source = options.get("source", arguments[0] if arguments else None)
+        if isinstance(source, torch.Tensor) and type(source) is not PagedTensor:
+            paged = sharing.page_with_others(
+                PagedTensor, self._runtime, "the source of set_", check_wrappable(source)
+            )
+            arguments, options = (paged, *arguments[1:]), {**options}
+            options.pop("source", None)
+        super().set_(*arguments, **options)
+        return self
+
+    def _set_grad(self, value: torch.Tensor | None) -> None:
+        if type(value) is torch.Tensor and self.grad is not value and sharing.is_ordinary(value):
+            # It would be replaced by a paged one after the next backward pass, and its user's hold
+            # on it, or on the buffer that it is a part of, would be lost.
+            sharing.page_with_others(PagedTensor, self._runtime, "grad", value)
+        _GRAD.__set__(self, value)
+
+    grad = property(
+        _GRAD.__get__,
+        _set_grad,
+        _GRAD.__delete__,
+        """The gradient. A plain one that is assigned becomes paged in place.""",
+    )
 
     @property
     def requires_grad(self) -> bool:

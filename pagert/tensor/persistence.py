@@ -18,14 +18,15 @@ from .unread import is_saving, reduce_unread
 if TYPE_CHECKING:
     from .region_tensor import RegionTensor
 
-__all__ = ["deepcopy", "plain_object", "reduce", "shallow_copy", "user_attributes"]
+__all__ = ["OWN", "deepcopy", "plain_object", "reduce", "shallow_copy", "user_attributes"]
 
-_OWN = frozenset({"_region", "_runtime", "_footprint", "_is_param"})
+# Attributes of a paged tensor that are the paging's own.
+OWN = frozenset({"_region", "_runtime", "_footprint", "_is_param"})
 
 
 def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that are not the paging's own."""
-    return {name: value for name, value in tensor.__dict__.items() if name not in _OWN}
+    return {name: value for name, value in tensor.__dict__.items() if name not in OWN}
 
 
 def deepcopy(cls: type[RegionTensor], tensor: RegionTensor, memo: dict[int, Any]) -> torch.Tensor:

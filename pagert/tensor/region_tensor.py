@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
+from pagert._core.footprint import geometry
 from pagert.geometry import contiguous_stride, extent
+
+from .unreadable import make_unreadable
 
 if TYPE_CHECKING:
     from pagert._core.dispatcher import Dispatcher
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from pagert._core.pump import Region
     from pagert.runtime import Runtime
 
-__all__ = ["RegionTensor"]
+__all__ = ["RegionTensor", "over_storage"]
 
 # PyTorch's own attribute, below the property of the same name.
 _DATA: Any = torch._C.TensorBase.data
@@ -56,9 +59,7 @@ class RegionTensor(torch.Tensor):
         tensor._region = runtime.pump.reserve(size_bytes) if size_bytes else None
         tensor._runtime = runtime
         if size_bytes:
-            torch._C._set_throw_on_mutable_data_ptr(
-                tensor
-            )  # C++ code gets an exception, never address 0
+            make_unreadable(tensor)
         return tensor
 
     @classmethod
@@ -74,13 +75,7 @@ class RegionTensor(torch.Tensor):
     @classmethod
     def _view(cls: type[_Self], owner: RegionTensor, like: torch.Tensor, offset: int) -> _Self:
         """Return a view of the owner's region at element `offset`, with the geometry of `like`."""
-        geometry = torch.empty(0, dtype=like.dtype, device=owner.device)
-        geometry.set_(
-            torch._C.TensorBase.untyped_storage(owner),
-            offset,
-            like.size(),
-            like.stride(),
-        )
+        geometry = over_storage(owner, like.dtype, like.size(), like.stride(), offset)
         torch._C._set_neg(geometry, like.is_neg())
         if like.is_complex():
             torch._C._set_conj(geometry, like.is_conj())
@@ -92,3 +87,26 @@ class RegionTensor(torch.Tensor):
         self._region = other._region
         self._runtime = other._runtime
         self._footprint = None
+
+
+def over_storage(
+    tensor: RegionTensor,
+    dtype: torch.dtype,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+) -> torch.Tensor:
+    """Return a plain tensor of any geometry over the storage of `tensor`, which has no memory.
+
+    `set_` would ask for the address of the bytes, which are refused to every reader.
+    """
+    found = geometry(tensor)
+    with torch.inference_mode(False), torch.no_grad():
+        if dtype != tensor.dtype:
+            torch._C._set_neg(found, False)
+            if found.is_complex():
+                torch._C._set_conj(found, False)
+            size_bytes = torch._C.TensorBase.untyped_storage(tensor).nbytes()
+            whole = found.as_strided((size_bytes // found.itemsize,), (1,), 0).view(torch.uint8)
+            found = whole[: size_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        return found.as_strided(size, stride, offset)

@@ -31,6 +31,7 @@ class Kind(enum.Enum):
     FILLED = "a new tensor whose every byte is written: ones_like, rand_like, ..."
     COPY = "a new tensor with the operand's values: clone, _to_copy"
     ASSIGN = "copy_"
+    SET = "the tensor itself becomes another look at bytes that exist"
     LIST = "the same operator on each index of its lists"
     REFUSED = "cannot run on pages"
 
@@ -158,6 +159,8 @@ def _kind(op: torch._ops.OpOverload, base: str, outs: tuple[str, ...]) -> Kind:
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(
         op.name(), "CompositeImplicitAutograd"
     )
+    if aten and op is torch.ops.aten.set_.source_Tensor:
+        return Kind.SET
     if aten and base in _REFUSED:
         return Kind.REFUSED
     if outs:

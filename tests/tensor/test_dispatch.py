@@ -277,7 +277,7 @@ def test_tensor_on_another_device_gets_pytorch_s_own_error(pager):
 def test_operator_that_cannot_be_paged_is_refused_by_name(pager, name):
     paged = pager.tensor(torch.ones(3))
     calls = {
-        "set_": lambda: paged.set_(torch.ones(3)),
+        "set_": lambda: torch.ones(3).set_(paged),
         "_pin_memory": lambda: torch.ops.aten._pin_memory(paged),
     }
     with pytest.raises(UnsupportedOperator, match=name):

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from pagers import make_pager, one_thread, pager  # noqa: F401
