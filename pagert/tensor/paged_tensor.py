@@ -10,6 +10,7 @@ share theirs. Autograd, version counters and views are PyTorch's own; operators 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
@@ -21,6 +22,7 @@ from pagert.geometry import byte_range, contiguous_stride, describe, extent, fil
 
 from . import copying, gradients, persistence
 from .dispatch import make_dispatcher
+from .lending import Loan, export_by_aliases, take_back
 from .operands import Operands
 
 if TYPE_CHECKING:
@@ -42,41 +44,35 @@ _TIERS = ("zero", "device", "host", "flash")
 class Resident:
     """Context in which a paged tensor is held on the device, seen as a plain dense tensor."""
 
-    __slots__ = ("_dense", "_mode", "_operands", "_tensor")
+    __slots__ = ("_dense", "_loan", "_mode", "_tensor")
 
     def __init__(self, tensor: PagedTensor, mode: int) -> None:
         self._tensor = tensor
         self._mode = mode
-        self._operands: Operands | None = None
+        self._loan: Loan | None = None
         self._dense: torch.Tensor | None = None
 
     def __enter__(self) -> torch.Tensor:
-        if self._operands is not None:
+        if self._loan is not None:
             raise RuntimeError("this resident() context is open already; ask for another one")
         operands = Operands(PagedTensor, "resident")
         operands.add(self._tensor, self._mode, guarded=True)
         operands.pin()
-        self._operands = operands
-        self._dense = operands.dense(self._tensor)
+        self._loan = loan = Loan(operands)
+        self._dense = export_by_aliases(loan.lend(operands.dense(self._tensor)))
         return self._dense
 
     def __exit__(self, *exception: object) -> None:
-        operands, dense = self._operands, self._dense
-        self._operands = self._dense = None
-        if operands is None or dense is None:
+        if self._loan is None or self._dense is None:
             return
-        # From here on the pages may move: the tensor that was lent must not look at their frames
-        # any more.
-        storage = dense.untyped_storage()
-        dense.data = torch.empty(0, dtype=dense.dtype, device=dense.device)
-        still_used = torch._C._storage_Use_Count(storage._cdata) > 1
-        operands.release()
-        if still_used:
+        loan, dense = weakref.ref(self._loan), self._dense
+        self._loan = self._dense = None
+        take_back(dense)
+        if loan() is not None:
             warnings.warn(
-                f"a view of the plain tensor that resident() lent for {describe(self._tensor)} is "
-                "still alive after the "
-                "context; its bytes are no longer those of the paged tensor: clone what should "
-                "outlive the context",
+                "a view, an array, an export or a graph of the plain tensor that resident() lent for "
+                f"{describe(self._tensor)} is still alive after the context: its pages stay pinned on "
+                "the device until it is gone; clone what should outlive the context",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -186,8 +182,9 @@ class PagedTensor(torch.Tensor):
         -------
         Resident
             A context manager. Entering blocks until the bytes are on the device. The plain tensor
-            is valid inside the context only; afterwards it is empty, and what was derived from it
-            must not be used any more.
+            is valid inside the context only; afterwards it is empty. What was made of it and
+            outlives the context (a view, a NumPy array, a DLPack export, a graph) is reported by a
+            `RuntimeWarning` and keeps the pages pinned while it lives; a bare address does not.
 
         Raises
         ------
