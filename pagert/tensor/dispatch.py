@@ -18,7 +18,7 @@ from pagert._core.pump import OVERWRITE, READ, UPDATE
 from pagert.errors import UnsupportedOperator
 from pagert.geometry import byte_range, describe
 
-from . import factories, lists, views
+from . import factories, lists, opaque, views
 from .operands import Operands, flat, geometry, leave
 from .plan import Kind, Plan, analyse
 
@@ -172,5 +172,7 @@ _ROUTES = {
     Kind.COPY: factories.run_copy,
     Kind.ASSIGN: factories.run_assign,
     Kind.LIST: lists.run_list,
+    Kind.OPAQUE: opaque.run_opaque,
+    Kind.STORAGE: opaque.run_storage,
     Kind.REFUSED: refuse,
 }

@@ -30,6 +30,8 @@ class Kind(enum.Enum):
     COPY = "a new tensor with the operand's values: clone, _to_copy"
     ASSIGN = "copy_"
     LIST = "the same operator on each index of its lists"
+    OPAQUE = "of others: may write any operand, whatever its schema says"
+    STORAGE = "asks about geometry and the size of storages, not about bytes"
     REFUSED = "cannot run on pages"
 
 
@@ -42,6 +44,7 @@ class Plan:
         "deferrable",
         "gradients",
         "kind",
+        "lasting",
         "list_names",
         "name",
         "op",
@@ -63,6 +66,7 @@ class Plan:
     outs: tuple[str, ...]  # keyword-only arguments that are written and returned: out=
     overwrites: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None
     list_names: tuple[str, ...]  # arguments that hold one element for each index of a list operator
+    lasting: bool  # it may use its operands after the call, and holds them until it is done
     whole: bool  # it looks at the whole storage of its first operand, not only at its elements
     reason: str  # why the operator is refused, and the remedy
     route: Callable[..., Any]
@@ -83,6 +87,18 @@ _FILLED = frozenset(
 _COPIES = frozenset({"clone", "_to_copy"})
 _DEFERRABLE = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 _LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
+
+# Whose schemas say all that their operators write, and whose operators keep nothing.
+_TRUSTED = frozenset({"aten", "prims"})
+# Collectives go on after the call has returned. Those of c10d return a `Work` that holds their operands until it is
+# done. The others know the work that writes a tensor by the tensor's storage, which for a paged one is there for the
+# call only: those of them that read and return new tensors are right, as the work behind them holds what it reads.
+_COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+_FUNCTIONAL_REFUSED = frozenset({"wait_tensor", "irecv", "isend", "batch_p2p_ops"})
+_UNKNOWN_COLLECTIVE = frozenset({"c10d_functional", "symm_mem", "_dtensor"})
+
+# Forward-mode automatic differentiation compares the layouts of a tensor and its tangent, storages included.
+_STORAGE = frozenset({"_has_same_storage_numel", "_new_zeros_with_same_feature_meta"})
 
 # Operators that clone the whole storage of their operand, or count an offset from its start.
 _WHOLE_STORAGE = frozenset(
@@ -173,13 +189,31 @@ def _is_list(argument: Any) -> bool:
     )
 
 
+def _reason(op: torch._ops.OpOverload, base: str) -> str:
+    """Return why an operator is refused, or nothing."""
+    if op.namespace in _UNKNOWN_COLLECTIVE or (
+        op.namespace.startswith("_c10d_functional")
+        and (base in _FUNCTIONAL_REFUSED or base.endswith(("_", "_out")))
+    ):
+        return (
+            "this collective works on its operands after the call has returned, and nothing says "
+            "when it is done; use `with t.resident() as dense:` around it and its wait, and give it "
+            "the plain tensor"
+        )
+    return _REFUSED.get(base, "") if op.namespace == "aten" else ""
+
+
 def _kind(op: torch._ops.OpOverload, base: str, outs: tuple[str, ...]) -> Kind:
     aten = op.namespace == "aten"
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(
         op.name(), "CompositeImplicitAutograd"
     )
-    if aten and base in _REFUSED:
+    if _reason(op, base):
         return Kind.REFUSED
+    if op.namespace not in _TRUSTED:
+        return Kind.OPAQUE
+    if aten and base in _STORAGE:
+        return Kind.STORAGE
     if outs:
         return Kind.OUT
     if aten and base in ("resize_", "resize_as_"):
@@ -249,7 +283,8 @@ def analyse(op: torch._ops.OpOverload) -> Plan:
             argument.name for argument in schema.arguments if _is_list(argument)
         )
     plan.whole = op.namespace == "aten" and base in _WHOLE_STORAGE
-    plan.reason = _REFUSED.get(base, "")
+    plan.reason = _reason(op, base)
+    plan.lasting = op.namespace in _COLLECTIVE
     plan.call = op._op
     plan.short = _short_way(plan)
     plan.deferrable = plan.kind is Kind.LIST and base in _DEFERRABLE
