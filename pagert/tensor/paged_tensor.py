@@ -24,6 +24,7 @@ from . import copying, gradients, persistence
 from .dispatch import make_dispatcher
 from .lending import Loan, export_by_aliases, take_back
 from .operands import Operands
+from .storage import PagedStorage
 
 if TYPE_CHECKING:
     import numpy
@@ -321,9 +322,9 @@ class PagedTensor(torch.Tensor):
         """Refuse by name: there is no fixed address."""
         self._refuse("data_ptr()")
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Refuse by name: the storage is the pages."""
-        self._refuse("untyped_storage()")
+    def untyped_storage(self) -> PagedStorage:  # type: ignore[override]
+        """Return what says how many bytes this tensor is a view of, and has no memory."""
+        return PagedStorage(torch._C.TensorBase.untyped_storage(self))
 
     def storage(self) -> torch.TypedStorage:
         """Refuse by name: the storage is the pages."""
