@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from . import compiling
 from .errors import ConfigurationError
 from .runtime import Runtime
 from .tensor.paged_tensor import PagedTensor, check_wrappable
@@ -201,3 +202,6 @@ def _plain(tensor: PagedTensor) -> torch.Tensor:
 def _shape(size: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
     lengths: Any = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     return tuple(int(length) for length in lengths)
+
+
+compiling.keep_out("pagert")  # all that runs under operators is loaded by now

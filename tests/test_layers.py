@@ -16,7 +16,7 @@ HEADERS = ROOT / "include" / "pagert"
 
 # Lowest first. A module may import from its own layer and from those below.
 LAYERS = [
-    {"errors", "config", "stats", "geometry"},
+    {"errors", "config", "stats", "geometry", "compiling"},
     {"_core", "engines"},
     {"runtime", "trace"},
     {"tensor", "simulation"},

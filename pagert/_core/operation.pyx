@@ -20,6 +20,7 @@ import threading
 
 import torch
 
+from pagert.compiling import refuse_tracers
 from pagert.errors import OutOfFrames, TierFull
 
 __all__ = ["Dispatcher", "Footprint", "Turn"]
@@ -31,6 +32,7 @@ cdef object plain_tensor = torch.Tensor
 cdef object strided = torch.strided
 cdef object make_subclass = torch.Tensor._make_subclass
 cdef object plain_copy = torch._C.TensorBase.copy_
+cdef object count_of_modes = torch._C._len_torch_dispatch_stack
 
 @cython.final
 @cython.no_gc
@@ -230,6 +232,8 @@ cdef class Dispatcher:
         for kind in types:
             if kind is not self.kind:
                 return NotImplemented  # another wrapper's turn
+        if count_of_modes():
+            refuse_tracers(func)
         plan = self.plans.get(func)
         if plan is None:
             plan = self.make_plan(func)

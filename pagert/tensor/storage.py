@@ -19,7 +19,7 @@ class PagedStorage:
     `torch.UntypedStorage` that need no memory; the others are refused by name.
     """
 
-    __slots__ = ("_storage",)
+    __slots__ = ("__weakref__", "_storage")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage  # has a size and no memory
