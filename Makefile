@@ -4,6 +4,7 @@
 #
 #   make demo     fine-tune a real language model in a quarter of the memory its training state takes
 #   make test     run the tests
+#   make test-slow run those that take too long for every change: 150 architectures of transformers
 #   make bench    measure
 #   make lint     ruff and mypy
 #   make sanitize run the C parts' tests under the address, undefined-behaviour and thread sanitizers
@@ -32,7 +33,7 @@ MESON_FILES := $(shell find . -name meson.build -not -path './.venv/*' -not -pat
 # The models and texts come from packages; nothing is fetched from a hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test bench lint sanitize clean
+.PHONY: help demo test test-slow bench lint sanitize clean
 .DELETE_ON_ERROR:
 
 help:
@@ -45,6 +46,10 @@ demo: $(DONE)/package $(DONE)/model
 
 test: $(DONE)/package
 	$(RUN)/python -m pytest $(PYTEST_ARGS)
+
+# The last mark counts: those of pyproject.toml leave the slow ones out.
+test-slow: $(DONE)/package
+	$(RUN)/python -m pytest -m slow tests/slow $(PYTEST_ARGS)
 
 # The scripts print what is claimed, each beside its baseline. What pytest-benchmark measures is kept in
 # .benchmarks/, for `pytest-benchmark compare` after a change.

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from . import compiling
 from .errors import ConfigurationError
 from .files import load_into
 from .runtime import Runtime
@@ -425,3 +426,6 @@ def _plain(tensor: PagedTensor) -> torch.Tensor:
 def _shape(size: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
     lengths: Any = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     return tuple(int(length) for length in lengths)
+
+
+compiling.keep_out("pagert")  # all that runs under operators is loaded by now

@@ -16,7 +16,7 @@ HEADERS = ROOT / "include" / "pagert"
 
 # Lowest first. A module may import from its own layer and from those below.
 LAYERS = [
-    {"errors", "sizes", "geometry"},
+    {"errors", "sizes", "geometry", "compiling"},
     {"_core", "engines"},
     {"config", "stats"},
     {"runtime", "trace"},

@@ -17,6 +17,7 @@ from pagert._core.core cimport PAGERT_OVERWRITE, PAGERT_READ, PAGERT_UPDATE
 
 import torch
 
+from pagert.compiling import refuse_tracers
 from pagert.errors import OutOfFrames
 
 __all__ = ["LIST", "ROUTE", "RUN", "VIEW", "Dispatcher", "Handling"]
@@ -31,6 +32,7 @@ cdef int DEPTH_MAX = 4  # views of views of ... that are kept; a loop could go o
 cdef object plain_tensor = torch.Tensor
 cdef object make_subclass = torch.Tensor._make_subclass
 cdef object plain_copy = torch._C.TensorBase.copy_
+cdef object count_of_modes = torch._C._len_torch_dispatch_stack
 
 
 cdef object view_of(Footprint base, geometry):
@@ -112,6 +114,8 @@ cdef class Dispatcher:
         for kind in types:
             if kind is not self.kind:
                 return NotImplemented  # another wrapper's turn
+        if count_of_modes():
+            refuse_tracers(func)
         how = self.known.get(func)
         if how is None:
             how = self.analyse(func)

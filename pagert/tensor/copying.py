@@ -108,10 +108,11 @@ def page(
     runtime: Any,
     source: torch.Tensor,
     dtype: torch.dtype | None = None,
+    refuse_readers: bool = True,
 ) -> RegionTensor:
     """Return a paged copy of a strided tensor. Dense layouts are kept."""
     stride = source.stride() if fills_range(source) else None
-    target = cls._reserve(runtime, source.size(), stride, dtype or source.dtype)
+    target = cls._reserve(runtime, source.size(), stride, dtype or source.dtype, refuse_readers)
     if target._region is not None:
         if source.requires_grad:
             source = source.detach()

@@ -14,7 +14,7 @@ from pagert._core.pump import READ, UPDATE
 from pagert.errors import UnsupportedOperator
 from pagert.geometry import byte_range, describe
 
-from . import factories, lists, rebinding, views
+from . import factories, lists, opaque, rebinding, views
 from .copying import page
 from .traits import Kind, Traits, analyse
 
@@ -121,5 +121,7 @@ _ROUTES = {
     Kind.ASSIGN: factories.run_assign,
     Kind.SET: rebinding.run_set,
     Kind.LIST: lists.run_list,
+    Kind.OPAQUE: opaque.run_opaque,
+    Kind.STORAGE: opaque.run_storage,
     Kind.REFUSED: refuse,
 }

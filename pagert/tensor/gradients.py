@@ -36,4 +36,4 @@ def page_gradient(parameter: torch.Tensor) -> None:
     if gradient.layout is not torch.strided or gradient.requires_grad:
         return  # a sparse gradient, or part of a graph: create_graph=True
     cls = cast("type[RegionTensor]", type(parameter))
-    parameter.grad = page(cls, runtime, gradient)
+    parameter.grad = page(cls, runtime, gradient, refuse_readers=False)

@@ -7,19 +7,19 @@ dispatcher's.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 
-from pagert._core.operation import Operation
 from pagert._core.pump import READ, UPDATE
 from pagert.errors import PagerClosed, UnsupportedOperator, UnsupportedTensor
-from pagert.geometry import byte_range, describe
+from pagert.geometry import byte_range
 
 from . import copying, gradients, persistence, remaking, sharing
 from .dispatch import make_dispatcher
 from .region_tensor import RegionTensor
+from .resident import Resident
+from .storage import PagedStorage
 
 if TYPE_CHECKING:
     import numpy
@@ -34,51 +34,6 @@ _GRAD: Any = torch._C.TensorBase.grad
 _REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 _TIERS = ("zero", "device", "host", "flash")
-
-
-class Resident:
-    """Context in which a paged tensor is held on the device, seen as a plain dense tensor."""
-
-    __slots__ = ("_dense", "_mode", "_operation", "_tensor")
-
-    def __init__(self, tensor: PagedTensor, mode: int) -> None:
-        self._tensor = tensor
-        self._mode = mode
-        self._operation: Operation | None = None
-        self._dense: torch.Tensor | None = None
-
-    def __enter__(self) -> torch.Tensor:
-        if self._operation is not None:
-            raise RuntimeError("this resident() context is open already; ask for another one")
-        operation = Operation(PagedTensor, "resident")
-        operation.add(self._tensor, self._mode, guarded=True)
-        operation.pin()
-        self._operation = operation
-        self._dense = operation.dense(self._tensor)
-        return self._dense
-
-    def __exit__(self, *exception: object) -> None:
-        operation, dense = self._operation, self._dense
-        self._operation = self._dense = None
-        if operation is None or dense is None:
-            return
-        # From here on the pages may move: the tensor that was lent must not look at their frames
-        # any more.
-        storage = dense.untyped_storage()
-        dense.data = torch.empty(0, dtype=dense.dtype, device=dense.device)
-        still_used = torch._C._storage_Use_Count(storage._cdata) > 1
-        operation.end()
-        if still_used:
-            warnings.warn(
-                f"a view of the plain tensor that resident() lent for {describe(self._tensor)} is "
-                "still alive after the "
-                "context; its bytes are no longer those of the paged tensor: clone what should "
-                "outlive the context",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        if self._mode == UPDATE:
-            torch.autograd.graph.increment_version(self._tensor)
 
 
 class PagedTensor(RegionTensor):
@@ -146,8 +101,9 @@ class PagedTensor(RegionTensor):
         -------
         Resident
             A context manager. Entering blocks until the bytes are on the device. The plain tensor
-            is valid inside the context only; afterwards it is empty, and what was derived from it
-            must not be used any more.
+            is valid inside the context only; afterwards it is empty. What was made of it and
+            outlives the context (a view, a NumPy array, a DLPack export, a graph) is reported by a
+            `RuntimeWarning` and keeps the pages pinned while it lives; a bare address does not.
 
         Raises
         ------
@@ -318,9 +274,9 @@ class PagedTensor(RegionTensor):
         """Refuse by name: there is no fixed address."""
         self._refuse("data_ptr()")
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Refuse by name: the storage is the pages."""
-        self._refuse("untyped_storage()")
+    def untyped_storage(self) -> PagedStorage:  # type: ignore[override]
+        """Return what says how many bytes this tensor is a view of, and has no memory."""
+        return PagedStorage(torch._C.TensorBase.untyped_storage(self))
 
     def storage(self) -> torch.TypedStorage:
         """Refuse by name: the storage is the pages."""

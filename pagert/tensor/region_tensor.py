@@ -17,7 +17,7 @@ import torch
 from pagert._core.footprint import geometry
 from pagert.geometry import contiguous_stride, extent
 
-from .unreadable import make_unreadable
+from .unreadable import refuse_addresses
 
 if TYPE_CHECKING:
     from pagert._core.dispatcher import Dispatcher
@@ -48,8 +48,12 @@ class RegionTensor(torch.Tensor):
         size: Sequence[int],
         stride: Sequence[int] | None,
         dtype: torch.dtype,
+        refuse_readers: bool = True,
     ) -> _Self:
-        """Reserve a region and return the tensor that covers it. Its pages are zero."""
+        """Reserve a region and return the tensor that covers it. Its pages are zero.
+
+        Whoever asks its storage for an address gets an exception, to read only with `refuse_readers`.
+        """
         if stride is None:
             stride = contiguous_stride(size)
         size_bytes = extent(size, stride) * dtype.itemsize
@@ -59,7 +63,7 @@ class RegionTensor(torch.Tensor):
         tensor._region = runtime.pump.reserve(size_bytes) if size_bytes else None
         tensor._runtime = runtime
         if size_bytes:
-            make_unreadable(tensor)
+            refuse_addresses(tensor, refuse_readers)
         return tensor
 
     @classmethod

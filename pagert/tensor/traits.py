@@ -33,6 +33,8 @@ class Kind(enum.Enum):
     ASSIGN = "copy_"
     SET = "the tensor itself becomes another look at bytes that exist"
     LIST = "the same operator on each index of its lists"
+    OPAQUE = "of others: may write any operand, whatever its schema says"
+    STORAGE = "asks about geometry and the size of storages, not about bytes"
     REFUSED = "cannot run on pages"
 
 
@@ -47,6 +49,7 @@ class Traits(Handling):
     argument_names: tuple[str, ...]
     outs: tuple[str, ...]  # keyword-only arguments that are written and returned: out=
     list_names: tuple[str, ...]  # arguments that hold one element for each index of a list operator
+    lasting: bool  # it may use its operands after the call, and holds them until it is done
     reason: str  # why the operator is refused, and the remedy
     deferrable: bool  # an optimizer's kernel: an index of its lists may run later, and in ranges
 
@@ -63,6 +66,18 @@ _FILLED = frozenset(
 _COPIES = frozenset({"clone", "_to_copy"})
 _DEFERRABLE = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 _LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
+
+# Whose schemas say all that their operators write, and whose operators keep nothing.
+_TRUSTED = frozenset({"aten", "prims"})
+# Collectives go on after the call has returned. Those of c10d return a `Work` that holds their operands until it is
+# done. The others know the work that writes a tensor by the tensor's storage, which for a paged one is there for the
+# call only: those of them that read and return new tensors are right, as the work behind them holds what it reads.
+_COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+_FUNCTIONAL_REFUSED = frozenset({"wait_tensor", "irecv", "isend", "batch_p2p_ops"})
+_UNKNOWN_COLLECTIVE = frozenset({"c10d_functional", "symm_mem", "_dtensor"})
+
+# Forward-mode automatic differentiation compares the layouts of a tensor and its tangent, storages included.
+_STORAGE = frozenset({"_has_same_storage_numel", "_new_zeros_with_same_feature_meta"})
 
 # Operators that clone the whole storage of their operand, or count an offset from its start.
 _WHOLE_STORAGE = frozenset(
@@ -154,6 +169,20 @@ def _is_list(argument: Any) -> bool:
     )
 
 
+def _reason(op: torch._ops.OpOverload, base: str) -> str:
+    """Return why an operator is refused, or nothing."""
+    if op.namespace in _UNKNOWN_COLLECTIVE or (
+        op.namespace.startswith("_c10d_functional")
+        and (base in _FUNCTIONAL_REFUSED or base.endswith(("_", "_out")))
+    ):
+        return (
+            "this collective works on its operands after the call has returned, and nothing says "
+            "when it is done; use `with t.resident() as dense:` around it and its wait, and give it "
+            "the plain tensor"
+        )
+    return _REFUSED.get(base, "") if op.namespace == "aten" else ""
+
+
 def _kind(op: torch._ops.OpOverload, base: str, outs: tuple[str, ...]) -> Kind:
     aten = op.namespace == "aten"
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(
@@ -161,8 +190,12 @@ def _kind(op: torch._ops.OpOverload, base: str, outs: tuple[str, ...]) -> Kind:
     )
     if aten and op is torch.ops.aten.set_.source_Tensor:
         return Kind.SET
-    if aten and base in _REFUSED:
+    if _reason(op, base):
         return Kind.REFUSED
+    if op.namespace not in _TRUSTED:
+        return Kind.OPAQUE
+    if aten and base in _STORAGE:
+        return Kind.STORAGE
     if outs:
         return Kind.OUT
     if aten and base in ("resize_", "resize_as_"):
@@ -230,7 +263,8 @@ def analyse(op: torch._ops.OpOverload) -> Traits:
             argument.name for argument in schema.arguments if _is_list(argument)
         )
     traits.whole = op.namespace == "aten" and base in _WHOLE_STORAGE
-    traits.reason = _REFUSED.get(base, "")
+    traits.reason = _reason(op, base)
+    traits.lasting = op.namespace in _COLLECTIVE
     traits.call = op._op
     traits.way = _way(traits)
     traits.route = None

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["make_unreadable"]
+__all__ = ["refuse_addresses"]
 
 _SIZE_BYTES = 80  # of a storage's record that are looked at; it is larger in every build
 _MESSAGE = (
@@ -26,9 +26,15 @@ _MESSAGE = (
 _refuse_readers: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 
 
-def make_unreadable(tensor: torch.Tensor) -> None:
-    """Let whoever asks for the address of the tensor's storage, to read or to write, get an exception."""
+def refuse_addresses(tensor: torch.Tensor, refuse_readers: bool) -> None:
+    """Let whoever asks for the address of the tensor's storage get an exception: writers, and readers where asked to.
+
+    Readers in C++ are also those that compare two storages (`is_alias_of`), as `DistributedDataParallel` does with
+    every gradient: gradients refuse writers alone.
+    """
     torch._C._set_throw_on_mutable_data_ptr(tensor)
+    if not refuse_readers:
+        return
     address = torch._C.TensorBase.untyped_storage(tensor)._cdata
     if _refuse_readers is not None:
         _refuse_readers(address, _MESSAGE)

@@ -12,8 +12,7 @@ from stepping import same
 from torch import nn
 
 import pagert
-from pagert._core import flash, pump
-from pagert._core import core
+from pagert._core import core, flash, pump
 from pagert.tensor import PagedTensor
 
 X = torch.linspace(-1, 1, 320).reshape(4, 80)

@@ -294,7 +294,7 @@ def test_sparse_result_that_would_keep_an_alias_is_refused_by_name(pager):
 
 ADDRESSES = {
     "data_ptr": lambda t: t.data_ptr(),
-    "untyped_storage": lambda t: t.untyped_storage(),
+    "untyped_storage": lambda t: t.untyped_storage().data_ptr(),
     "storage": lambda t: t.storage(),
     "dlpack": lambda t: t.__dlpack__(),
     "torch.from_dlpack": lambda t: torch.from_dlpack(t),

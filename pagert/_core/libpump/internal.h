@@ -59,6 +59,7 @@ struct pagert_pump {
     int wake_fd;
     const void *driver;       /* NULL: nobody; the pump itself: its thread; else a caller */
     uint32_t waiters;         /* callers that wait, also the one that drives */
+    uint32_t leaving;         /* of those, who wait for pages to leave: what is fetched ahead would undo it */
     bool asleep;              /* the driver is in poll(); `wake_fd` ends that */
     bool thread_polls;        /* the thread is in poll(), and perhaps no longer the driver */
     bool kicked;              /* there may be transfers to take */
@@ -80,6 +81,9 @@ uint64_t pump_now_ns(void);
 void pump_kick(pagert_pump *pump);
 void pump_tell_waiters(pagert_pump *pump);
 void pump_drain_released(pagert_pump *pump);
+
+/* Let the policy do ahead of time what it expects to be needed. How many pages were started. */
+uint32_t pump_look_ahead(pagert_pump *pump);
 
 /* Drive, or wait for the driver. `me` is the caller's, the same in each call. False: the time is over. */
 bool pump_step(pagert_pump *pump, const void *me, uint64_t deadline_ns);

@@ -88,10 +88,15 @@ void pump_drain_released(pagert_pump *pump)
     pump_tell_waiters(pump);
 }
 
+uint32_t pump_look_ahead(pagert_pump *pump)
+{
+    return pump->leaving > 0 ? 0 : pagert_look_ahead(pump->core, LOOK_AHEAD_BACKLOG);
+}
+
 /* Let the policy fetch ahead, beside the compute. */
 static void look_ahead(pagert_pump *pump)
 {
-    if (pagert_look_ahead(pump->core, LOOK_AHEAD_BACKLOG) > 0)
+    if (pump_look_ahead(pump) > 0)
         pump_kick(pump);
 }
 
@@ -369,12 +374,14 @@ static int repeat(pagert_pump *pump, attempt *try, const void *what, int again, 
     char me;
     lock_core(pump);
     int64_t remaining;
+    pump->leaving++;
     if (!again) /* an earlier call left at its first failure: others of its pages may have failed since */
         (void)try(pump, what, failure);
     do {
         remaining = try(pump, what, failure);
         pump->kicked = true;
     } while (remaining > 0 && wait_for_half(pump, &me, (uint64_t)remaining, deadline_ns));
+    pump->leaving--;
     pump_leave(pump, &me);
     unlock_core(pump);
     return remaining < 0 ? (int)remaining : remaining == 0;

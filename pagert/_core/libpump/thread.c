@@ -184,7 +184,7 @@ static bool drive(pagert_pump *pump)
     int count = 0;
     pump_drain_released(pump);
     if (!pump->stopping) {
-        (void)pagert_look_ahead(pump->core, LOOK_AHEAD_BACKLOG);
+        (void)pump_look_ahead(pump);
         take_transfers(pump);
     }
     pthread_mutex_unlock(&pump->lock);

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from pagers import one_thread  # noqa: F401
