@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagert._core.pump import OVERWRITE, READ, UPDATE
+from pagert.errors import OutOfFrames
 from pagert.geometry import byte_range, fills_range, is_dense
 
 from .operands import Operands
+from .streaming.moving import move
 
 if TYPE_CHECKING:
     from .paged_tensor import PagedTensor
@@ -72,8 +74,17 @@ def _copy_whole(
     operands = Operands(cls, name)
     operands.collect(target, mode)
     operands.collect(source, READ)
-    with operands:
+    try:
+        operands.pin()
+    except OutOfFrames as error:
+        if error.needed_bytes is None or error.needed_bytes <= (error.capacity_bytes or 0):
+            raise
+        move(cls, target, source, name)
+        return
+    try:
         operands.dense(target).copy_(operands.dense(source), non_blocking)
+    finally:
+        operands.release()
 
 
 def _same_order(target: torch.Tensor, source: torch.Tensor) -> bool:

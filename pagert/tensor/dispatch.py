@@ -15,10 +15,10 @@ import torch
 
 from pagert._core.operation import Dispatcher
 from pagert._core.pump import OVERWRITE, READ, UPDATE
-from pagert.errors import UnsupportedOperator
+from pagert.errors import OutOfFrames, UnsupportedOperator
 from pagert.geometry import byte_range, describe
 
-from . import factories, lists, views
+from . import factories, lists, streaming, views
 from .operands import Operands, flat, geometry, leave
 from .plan import Kind, Plan, analyse
 
@@ -79,7 +79,12 @@ def run_dense(
             operands.collect(value, READ if reads else write)
         for name, value in options.items():
             operands.collect(value, write if name in written else READ)
-    operands.pin()
+    try:
+        operands.pin()
+    except OutOfFrames as error:
+        if call is not plan.op:
+            raise
+        return streaming.run(cls, plan, arguments, options, error)
     try:
         dense = [operands.dense(value) for value in arguments]
         if options:
@@ -110,7 +115,11 @@ def run_out(
             operands.add(value, UPDATE, guarded=True)
         else:
             operands.collect(value, UPDATE if name in plan.written else READ)
-    with operands:
+    try:
+        operands.pin()
+    except OutOfFrames as error:
+        return streaming.run(cls, plan, arguments, options, error)
+    try:
         try:
             result = plan.op(
                 *[operands.dense(value) for value in arguments],
@@ -127,6 +136,16 @@ def run_out(
         for out in outs:
             _follow(cls, out, operands.dense(out))
         return operands.leave(result)
+    finally:
+        operands.release()
+
+
+def run_lookup(
+    cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Run an operator that needs some rows of a table: on their pages alone, or on the whole table."""
+    found = streaming.look_up(cls, plan, arguments, options)
+    return run_dense(cls, plan, arguments, options) if found is NotImplemented else found
 
 
 def _collect_whole(
@@ -162,6 +181,7 @@ def refuse(
 
 _ROUTES = {
     Kind.DENSE: run_dense,
+    Kind.LOOKUP: run_lookup,
     Kind.OUT: run_out,
     Kind.VIEW: views.run_view,
     Kind.RESHAPE: views.run_reshape,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagert._core.pump import OVERWRITE
+from pagert.errors import OutOfFrames
 
 from . import copying
 from .operands import Operands
@@ -86,8 +87,15 @@ def run_filled(
     named = dict(zip(plan.argument_names, arguments, strict=False)) | dict(options)
     operands = Operands(cls, plan.name)
     operands.add(result, OVERWRITE)
-    with operands:
+    try:
+        operands.pin()
+    except OutOfFrames:
+        _fill(result, plan.name.split(".")[1], named)  # by ranges
+        return result
+    try:
         _fill(operands.dense(result), plan.name.split(".")[1], named)
+    finally:
+        operands.release()
     return result
 
 

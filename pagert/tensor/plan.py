@@ -20,6 +20,7 @@ class Kind(enum.Enum):
     """How an operator runs on paged operands."""
 
     DENSE = "pin, dense views, run, unpin"
+    LOOKUP = "as DENSE, and of a large table only the pages of some rows are needed"
     OUT = "as DENSE, and the result may ask for another shape of its out= tensors"
     VIEW = "another look at the same bytes: geometry only"
     RESHAPE = "the tensor itself gets another geometry over the same bytes"
@@ -83,6 +84,19 @@ _FILLED = frozenset(
 _COPIES = frozenset({"clone", "_to_copy"})
 _DEFERRABLE = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 _LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
+
+# Operators on some rows, or elements, of their first operand; and the gradient of one.
+_LOOKUPS = frozenset(
+    {
+        "embedding",
+        "embedding_dense_backward",
+        "embedding_renorm_",
+        "gather",
+        "index",
+        "index_select",
+        "take",
+    }
+)
 
 # Operators that clone the whole storage of their operand, or count an offset from its start.
 _WHOLE_STORAGE = frozenset(
@@ -200,6 +214,8 @@ def _kind(op: torch._ops.OpOverload, base: str, outs: tuple[str, ...]) -> Kind:
         return Kind.COPY
     if base == "copy_":
         return Kind.ASSIGN
+    if base in _LOOKUPS:
+        return Kind.LOOKUP
     first = op._schema.arguments[0] if op._schema.arguments else None
     lists = [argument for argument in op._schema.arguments if str(argument.type) == "List[Tensor]"]
     if first is not None and lists and base.startswith(_LIST_PREFIXES):

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way of streaming an operator takes, and what is said where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagert.errors import OutOfFrames
+
+from . import derivatives, joins, lookups, pointwise, products, reductions, rows
+from .call import Call
+
+if TYPE_CHECKING:
+    from ..paged_tensor import PagedTensor
+    from ..plan import Plan
+
+__all__ = ["run"]
+
+
+def run(
+    cls: type[PagedTensor],
+    plan: Plan,
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+    error: OutOfFrames,
+) -> Any:
+    """Run an operator block by block, because `error` says that its operands do not fit the device tier.
+
+    Results that take more than a quarter of the device tier are paged, smaller ones plain; what the operator writes
+    in place, or to out=, is the object that it was given.
+
+    Raises
+    ------
+    OutOfFrames
+        `error` itself where its operands would fit, if other windows were let go; one that extends it where the
+        operator, or this way of calling it, cannot be streamed.
+    """
+    if error.needed_bytes is None or error.capacity_bytes is None or error.needed_bytes <= error.capacity_bytes:
+        raise error
+    call = Call(cls, plan, arguments, options, error)
+    way = _way(plan)
+    if way is None:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(plan.op.name(), "CompositeImplicitAutograd"):
+            return plan.op.decompose(*arguments, **options)  # each of its operators comes here by itself
+        raise call.refuse("this operator is not one of those that run block by block")
+    return derivatives.follow(call, way(call))
+
+
+def _way(plan: Plan) -> Any:
+    base = plan.op._schema.name.rpartition("::")[2]
+    if plan.op.namespace != "aten":
+        return None
+    if plan.outs and not pointwise.covers(plan.op, base):
+        return None
+    if base in products.NAMES:
+        return products.run
+    if base in rows.NAMES:
+        return rows.run
+    if base in lookups.NAMES:
+        return lookups.run
+    if base in joins.NAMES:
+        return joins.run
+    if reductions.covers(plan.op, base):
+        return reductions.run
+    return pointwise.run if pointwise.covers(plan.op, base) else None

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of what lies scattered: only the pages that hold something of it are pinned, many pieces at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagert._core.pump import OVERWRITE, READ
+from pagert.geometry import byte_range
+
+from ..operands import Operands
+from ..ranges import BLOCKS_IN_DEVICE, page_sum, share_bytes
+
+if TYPE_CHECKING:
+    from ..paged_tensor import PagedTensor
+
+__all__ = ["move"]
+
+ACCESSES_MAX = 64  # pieces of one pin
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def move(cls: type[PagedTensor], target: torch.Tensor, source: torch.Tensor, name: str) -> None:
+    """Copy `source` into `target`, of the same shape. Neither need fit the device tier; either may be plain.
+
+    They must not overlap, or lie alike.
+    """
+    paged: Any = target if type(target) is cls else source
+    if type(paged) is not cls:
+        target.copy_(source)
+        return
+    runtime = paged._runtime
+    limit = share_bytes(runtime, BLOCKS_IN_DEVICE)
+    batch: list[_Pair] = []
+    total = 0
+    for piece in _pieces(cls, (target, source), runtime.page_bytes, limit):
+        size = _pages(cls, piece, runtime.page_bytes)
+        if batch and (total + size > limit or len(batch) == ACCESSES_MAX):
+            _copy(cls, batch, name)
+            batch, total = [], 0
+        batch.append(piece)
+        total += size
+    if batch:
+        _copy(cls, batch, name)
+
+
+def _copy(cls: type[PagedTensor], batch: list[_Pair], name: str) -> None:
+    operands = Operands(cls, name)
+    for target, source in batch:
+        operands.collect(target, OVERWRITE)
+        operands.collect(source, READ)
+    with operands:
+        for target, source in batch:
+            operands.dense(target).copy_(operands.dense(source))
+
+
+def _pieces(cls: type[PagedTensor], pair: _Pair, page_bytes: int, limit: int) -> Iterator[_Pair]:
+    """Cut a copy until each piece fits, and pins no page that it does not touch."""
+    if pair[0].numel() == 0:
+        return
+    paged = [one for one in pair if type(one) is cls]
+    worst = max(paged, key=lambda one: byte_range(one)[1])
+    fits = _pages(cls, pair, page_bytes) <= limit
+    if fits and not any(_is_scattered(one, page_bytes) for one in paged):
+        yield pair
+        return
+    axes = [axis for axis in range(worst.dim()) if worst.size(axis) > 1]
+    if not axes:
+        yield pair
+        return
+    axis = max(axes, key=worst.stride)
+    length = worst.size(axis)
+    middle = length // 2
+    for start, count in ((0, middle), (middle, length - middle)):
+        yield from _pieces(
+            cls,
+            (pair[0].narrow(axis, start, count), pair[1].narrow(axis, start, count)),
+            page_bytes,
+            limit,
+        )
+
+
+def _is_scattered(tensor: torch.Tensor, page_bytes: int) -> bool:
+    """Whether whole pages lie between its elements."""
+    if byte_range(tensor)[1] <= 2 * max(page_bytes, tensor.numel() * tensor.itemsize):
+        return False
+    steps = [step for step, length in zip(tensor.stride(), tensor.size(), strict=True) if length > 1]
+    return max(steps, default=0) * tensor.itemsize > page_bytes
+
+
+def _pages(cls: type[PagedTensor], pair: _Pair, page_bytes: int) -> int:
+    return sum(page_sum(one, page_bytes) for one in pair if type(one) is cls)
