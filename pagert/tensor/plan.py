@@ -94,6 +94,10 @@ _LOOKUPS = frozenset(
         "gather",
         "index",
         "index_select",
+        "scatter",
+        "scatter_",
+        "scatter_add",
+        "scatter_add_",
         "take",
     }
 )

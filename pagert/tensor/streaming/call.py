@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagert.config import format_bytes
 from pagert.errors import OutOfFrames
-from pagert.geometry import byte_range, contiguous_stride, describe
+from pagert.geometry import byte_range, contiguous_stride
 
 from ..ranges import BLOCKS_IN_DEVICE, ROUND_LENGTH, WHOLE_IN_DEVICE, page_sum, share_bytes
-from .moving import move
+from .moving import is_scattered, move, plain_like
 
 if TYPE_CHECKING:
     from ..paged_tensor import PagedTensor
@@ -107,6 +106,31 @@ class Call:
         page_bytes = self.runtime.page_bytes
         return sum(page_sum(one, page_bytes) for one in tensors if type(one) is self.cls)
 
+    def cost(self, views: Sequence[Any]) -> int:
+        """Return what a block takes: the pages of the paged ones, or what `near` copies of them. In bytes."""
+        page_bytes = self.runtime.page_bytes
+        return sum(
+            one.numel() * one.itemsize if self._is_far(one) else page_sum(one, page_bytes)
+            for one in views
+            if type(one) is self.cls
+        )
+
+    def near(self, view: torch.Tensor) -> torch.Tensor:
+        """Return a part of an operand as it is, or a plain copy of one that lies scattered over too many pages."""
+        if type(view) is not self.cls or not self._is_far(view):
+            return view
+        return self.copied(view)
+
+    def copied(self, view: torch.Tensor) -> torch.Tensor:
+        """Return a plain copy. The order of its axes in memory is kept, because kernels look at it."""
+        plain = plain_like(view)
+        move(self.cls, plain, view, self.plan.name)
+        return plain
+
+    def _is_far(self, view: torch.Tensor) -> bool:
+        page_bytes = self.runtime.page_bytes
+        return page_sum(view, page_bytes) > self.block_bytes and is_scattered(view, page_bytes)
+
     def step(self, length: int, measure: Callable[[int], int]) -> int:
         """Return how long blocks of an axis of `length` may be. `measure` gives the bytes of the first so many."""
         step = length
@@ -120,7 +144,7 @@ class Call:
 
     def refuse(self, reason: str) -> OutOfFrames:
         """Return the error of a call that cannot be streamed."""
-        error = OutOfFrames(f"{self.plan.name}: {reason}. {self.error}")
+        error = OutOfFrames(f"{self.error}; {self.plan.name} cannot run block by block here: {reason}")
         error.needed_bytes, error.unpinned_bytes = self.error.needed_bytes, self.error.unpinned_bytes
         error.capacity_bytes = self.error.capacity_bytes
         return error

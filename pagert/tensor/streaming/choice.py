@@ -10,7 +10,7 @@ import torch
 
 from pagert.errors import OutOfFrames
 
-from . import derivatives, joins, lookups, pointwise, products, reductions, rows
+from . import derivatives, elements, joins, lookups, pointwise, products, reductions, rows
 from .call import Call
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def run(
     if way is None:
         if torch._C._dispatch_has_kernel_for_dispatch_key(plan.op.name(), "CompositeImplicitAutograd"):
             return plan.op.decompose(*arguments, **options)  # each of its operators comes here by itself
-        raise call.refuse("this operator is not one of those that run block by block")
+        raise call.refuse("it is not one of the operators that pagert knows to cut")
     return derivatives.follow(call, way(call))
 
 
@@ -61,6 +61,8 @@ def _way(plan: Plan) -> Any:
         return rows.run
     if base in lookups.NAMES:
         return lookups.run
+    if base in elements.NAMES:
+        return elements.run
     if base in joins.NAMES:
         return joins.run
     if reductions.covers(plan.op, base):

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["follow"]
 
 
+# Their derivatives' formulas do not run block by block: a plain gradient, as large as the operand, is the lesser evil.
+_UNFOLLOWED = frozenset({"prod", "cumprod", "logcumsumexp"})
+
+
 class Follower:
     """What stands on a result's region until it is first looked at: then its node pages the gradients it gets."""
 
@@ -33,7 +37,7 @@ class Follower:
     waits = False  # it is no work of an optimizer's
 
     def __init__(self, result: Any, kept: dict[int, Any]) -> None:
-        self._result = weakref.ref(result)
+        self._result: Any = weakref.ref(result)
         self._kept = kept
         self._thread = threading.get_ident()
 
@@ -53,6 +57,8 @@ class Follower:
 def follow(call: Call, results: Any) -> Any:
     """Return results whose gradients will be paged, where a paged operand that is too large needs a gradient."""
     if not torch.is_grad_enabled() or not any(one.requires_grad for one in call.paged):
+        return results
+    if call.plan.name.split(".")[1] in _UNFOLLOWED:
         return results
     if call.plan.written or not call.plan.op._schema.returns:
         return results

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cat`: each operand is copied to its place in the result."""
+"""Operators that only place elements, `cat` and `flip`; and `equal`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 
-from .call import Call
+from ..ranges import cut
+from .call import Call, major_axis
 
 __all__ = ["NAMES", "run"]
 
-NAMES = frozenset({"cat", "equal"})
+NAMES = frozenset({"cat", "equal", "flip"})
 
 
 def run(call: Call) -> Any:
-    """Run the call operand by operand, or range by range. Bitwise the same."""
-    return _equal(call) if "equal" in call.plan.name else _cat(call)
+    """Run the call operand by operand, or block by block. Bitwise the same."""
+    return {"cat": _cat, "equal": _equal, "flip": _flip}[call.plan.name.split(".")[1]](call)
 
 
 def _cat(call: Call) -> torch.Tensor:
@@ -38,3 +39,18 @@ def _equal(call: Call) -> bool:
     if one.shape != other.shape:
         return False
     return bool(torch.eq(one, other).all())
+
+
+def _flip(call: Call) -> torch.Tensor:
+    operand, dims = call.arguments
+    axis = major_axis(operand)
+    if axis is None:
+        raise call.refuse("there is nothing to cut")
+    turned = axis in [dim % operand.dim() for dim in dims]
+    length = operand.size(axis)
+    result = call.result(operand.size(), operand.dtype)
+    step = call.step(length, lambda step: call.cost([operand.narrow(axis, 0, step)]))
+    for start, stop in cut(length, step):
+        block = torch.flip(operand.narrow(axis, start, stop - start), dims)
+        call.place(result.narrow(axis, length - stop if turned else start, stop - start), block)
+    return result

@@ -7,29 +7,26 @@ there. What it writes goes back to the rows. So the arithmetic is the operator's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagert._core.pump import READ, UPDATE
 from pagert.errors import OutOfFrames
 from pagert.geometry import byte_range, is_dense
 
-from ..operands import Operands
-from ..ranges import WHOLE_IN_DEVICE, cut, flat, page_sum, share_bytes
-from . import derivatives
+from ..ranges import WHOLE_IN_DEVICE, cut, share_bytes
+from . import derivatives, elements
 from .call import Call
+from .table import gather, loaded, scatter, spread
 
 if TYPE_CHECKING:
     from ..paged_tensor import PagedTensor
     from ..plan import Plan
 
-__all__ = ["NAMES", "loaded", "look_up", "run", "take"]
+__all__ = ["NAMES", "look_up", "run"]
 
-ACCESSES_MAX = 64  # groups of neighbouring rows in one pin
-
-_READERS = frozenset({"embedding", "index_select", "index", "gather", "take"})
+_READERS = frozenset({"embedding", "index_select", "index"})
 _WRITERS = frozenset(
     {"embedding_renorm_", "index_add_", "index_copy_", "index_fill_", "index_put_", "_index_put_impl_"}
 )
@@ -53,7 +50,7 @@ def look_up(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], option
     elif type(table) is not cls or byte_range(table)[1] <= share_bytes(table._runtime, WHOLE_IN_DEVICE):
         return NotImplemented
     call = Call(cls, plan, arguments, options, OutOfFrames("its operands do not fit the device tier together"))
-    found = _run(call, base)
+    found = elements.try_run(call) if base in elements.NAMES else _run(call, base)
     return found if found is NotImplemented else derivatives.follow(call, found)
 
 
@@ -74,8 +71,6 @@ def _run(call: Call, base: str) -> Any:
         copied = call.arguments[0].clone()
         packet = getattr(torch.ops.aten, f"{base}_")
         return getattr(packet, call.plan.op._overloadname)(copied, *call.arguments[1:], **call.options)
-    if base in ("gather", "take"):
-        return _elements(call, base)
     values = call.named()
     table = values["self"] if "self" in values else values["weight"]
     position, index = _index(call, base, values)
@@ -85,23 +80,9 @@ def _run(call: Call, base: str) -> Any:
     if base in _WRITERS:
         return _write(call, base, table, position, index)
     size_bytes = byte_range(table)[1]
-    if size_bytes <= call.runtime.storage.nbytes() and _spread(call, table, index) > size_bytes // 2:
+    if size_bytes <= call.runtime.storage.nbytes() and spread(call, table, index) > size_bytes // 2:
         return NotImplemented  # most of the table: at once
     return _read(call, table, position, index)
-
-
-def loaded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain copy of a paged tensor; a plain one as it is."""
-    if type(tensor) is torch.Tensor:
-        return tensor
-    plain = torch.empty(tensor.size(), dtype=tensor.dtype)
-    return plain.copy_(tensor)
-
-
-def take(call: Call, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the elements at `places` of a dense paged tensor, counted in the order in which they lie."""
-    rows, back = torch.unique(places, return_inverse=True)
-    return _gather(call, flat(table), rows)[back]
 
 
 def _index(call: Call, base: str, values: dict[str, Any]) -> tuple[Any, Any]:
@@ -159,7 +140,7 @@ def _read(call: Call, table: torch.Tensor, position: str, index: torch.Tensor) -
     result = call.result((places.numel(), *table.size()[1:]), table.dtype)
     for start, stop in cut(places.numel(), step):
         rows, back = torch.unique(places[start:stop], return_inverse=True)
-        part = _replaced(call, _gather(call, table, rows), position, back.to(index.dtype))
+        part = _replaced(call, gather(call, table, rows), position, back.to(index.dtype))
         call.place(result[start:stop], part)
     return result.view(*index.size(), *table.size()[1:])
 
@@ -178,36 +159,11 @@ def _write(call: Call, base: str, table: torch.Tensor, position: str, index: tor
     step = max(1, call.block_bytes // max(1, per_row * table.itemsize))
     for start, stop in cut(rows.numel(), step):
         chosen = torch.nonzero((back >= start) & (back < stop)).reshape(-1)
-        small = _gather(call, table, rows[start:stop])
+        small = gather(call, table, rows[start:stop])
         given = {name: source[chosen]} if sources else None
         _replaced(call, small, position, (back[chosen] - start).to(index.dtype), given)
-        _scatter(call, table, rows[start:stop], small)
+        scatter(call, table, rows[start:stop], small)
     return table
-
-
-def _elements(call: Call, base: str) -> Any:
-    values = call.named()
-    table, index = values["self"], loaded(values["index"])
-    if type(table) is not call.cls or table.numel() == 0 or index.numel() == 0 or table.is_neg() or table.is_conj():
-        return NotImplemented
-    if base == "take":
-        if not table.is_contiguous():
-            return NotImplemented
-        places = _checked(call, "index", index, table.numel())
-    else:
-        if not is_dense(table.size(), table.stride()) or table.dim() == 0:
-            return NotImplemented
-        axis = values["dim"] % table.dim()
-        _checked(call, base, index, table.size(axis))
-        places = index * table.stride(axis)
-        for other in range(table.dim()):
-            if other != axis:
-                shape = [-1 if one == other else 1 for one in range(table.dim())]
-                places = places + (torch.arange(index.size(other)) * table.stride(other)).view(shape)
-    size_bytes = byte_range(table)[1]
-    if size_bytes <= call.runtime.storage.nbytes() and _spread(call, flat(table), places) > size_bytes // 2:
-        return NotImplemented
-    return take(call, table, places.reshape(-1)).view(index.size())
 
 
 def _embedding_backward(call: Call) -> Any:
@@ -226,91 +182,11 @@ def _embedding_backward(call: Call) -> Any:
             continue
         part = _gathered(call, gradient, chosen)
         small = call.plan.op(part, back[chosen] - start, stop - start, -1, values["scale_grad_by_freq"])
-        _scatter(call, result, rows[start:stop], small)
+        scatter(call, result, rows[start:stop], small)
     return result
 
 
 def _gathered(call: Call, table: Any, rows: torch.Tensor) -> torch.Tensor:
-    return _gather(call, table, rows) if type(table) is call.cls and _has_rows(table) else loaded(table[rows])
+    return gather(call, table, rows) if type(table) is call.cls and _has_rows(table) else loaded(table[rows])
 
 
-def _gather(call: Call, table: Any, rows: torch.Tensor) -> torch.Tensor:
-    found = torch.empty((rows.numel(), *table.size()[1:]), dtype=table.dtype)
-
-    def act(dense: torch.Tensor, places: torch.Tensor, start: int, stop: int) -> None:
-        torch.index_select(dense, 0, places, out=found[start:stop])
-
-    _visit(call, table, rows, READ, act)
-    return found
-
-
-def _scatter(call: Call, table: Any, rows: torch.Tensor, values: torch.Tensor) -> None:
-    def act(dense: torch.Tensor, places: torch.Tensor, start: int, stop: int) -> None:
-        dense.index_copy_(0, places, values[start:stop])
-
-    _visit(call, table, rows, UPDATE, act)
-
-
-def _visit(
-    call: Call,
-    table: Any,
-    rows: torch.Tensor,
-    mode: int,
-    act: Callable[[torch.Tensor, torch.Tensor, int, int], None],
-) -> None:
-    """Pin the pages of ascending rows, as many at a time as fit a block, and act on each group of neighbours."""
-    batch: list[tuple[Any, int, int]] = []
-    total = 0
-    for start, stop in _neighbours(call, table, rows):
-        first, last = int(rows[start]), int(rows[stop - 1])
-        view = table[first : last + 1]
-        size = page_sum(view, call.runtime.page_bytes)
-        if batch and (total + size > call.block_bytes or len(batch) == ACCESSES_MAX):
-            _act(call, batch, rows, mode, act)
-            batch, total = [], 0
-        batch.append((view, start, stop))
-        total += size
-    if batch:
-        _act(call, batch, rows, mode, act)
-
-
-def _act(
-    call: Call,
-    batch: Sequence[tuple[Any, int, int]],
-    rows: torch.Tensor,
-    mode: int,
-    act: Callable[[torch.Tensor, torch.Tensor, int, int], None],
-) -> None:
-    operands = Operands(call.cls, call.plan.name)
-    for view, _, _ in batch:
-        operands.add(view, mode)
-    with operands:
-        for view, start, stop in batch:
-            act(operands.dense(view), rows[start:stop] - rows[start], start, stop)
-
-
-def _neighbours(call: Call, table: Any, rows: torch.Tensor) -> list[tuple[int, int]]:
-    """Group rows so that no whole page lies between two of a group, and a group fits a block."""
-    row_bytes = max(1, table.stride(0) * table.itemsize)
-    gap = max(1, call.runtime.page_bytes // row_bytes)
-    longest = max(1, call.block_bytes // row_bytes)
-    values = rows.tolist()
-    found: list[tuple[int, int]] = []
-    start = 0
-    for index in range(1, len(values) + 1):
-        if index == len(values) or values[index] - values[index - 1] > gap or values[index] - values[start] >= longest:
-            found.append((start, index))
-            start = index
-    return found
-
-
-def _spread(call: Call, table: torch.Tensor, index: torch.Tensor) -> int:
-    """Return what the pages of the rows take. In bytes."""
-    page_bytes = call.runtime.page_bytes
-    step_bytes = table.stride(0) * table.itemsize
-    start = table.storage_offset() * table.itemsize + torch.unique(index) * step_bytes
-    row_bytes = table[0].numel() * table.itemsize
-    first, last = start // page_bytes, (start + row_bytes - 1) // page_bytes
-    return int(((last - first + 1).sum()) * page_bytes) if row_bytes >= page_bytes else int(
-        torch.unique(torch.cat([first, last])).numel() * page_bytes
-    )

@@ -12,12 +12,12 @@ from pagert._core.pump import OVERWRITE, READ
 from pagert.geometry import byte_range
 
 from ..operands import Operands
-from ..ranges import BLOCKS_IN_DEVICE, page_sum, share_bytes
+from ..ranges import BLOCKS_IN_DEVICE, cut, page_sum, share_bytes
 
 if TYPE_CHECKING:
     from ..paged_tensor import PagedTensor
 
-__all__ = ["move"]
+__all__ = ["is_scattered", "move", "plain_like"]
 
 ACCESSES_MAX = 64  # pieces of one pin
 
@@ -35,6 +35,9 @@ def move(cls: type[PagedTensor], target: torch.Tensor, source: torch.Tensor, nam
         return
     runtime = paged._runtime
     limit = share_bytes(runtime, BLOCKS_IN_DEVICE)
+    if type(target) is cls and type(source) is cls and _turns(target, source, limit):
+        _move_by_blocks(cls, target, source, name, limit)
+        return
     batch: list[_Pair] = []
     total = 0
     for piece in _pieces(cls, (target, source), runtime.page_bytes, limit):
@@ -46,6 +49,41 @@ def move(cls: type[PagedTensor], target: torch.Tensor, source: torch.Tensor, nam
         total += size
     if batch:
         _copy(cls, batch, name)
+
+
+def plain_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor without values whose axes lie in the order in which those of `tensor` lie."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    plain = torch.empty([tensor.size(axis) for axis in order], dtype=tensor.dtype, device=tensor.device)
+    return plain.permute([order.index(axis) for axis in range(tensor.dim())])
+
+
+def _turns(target: torch.Tensor, source: torch.Tensor, limit: int) -> bool:
+    """Whether large tensors lie in different orders: a piece that is compact in one is scattered in the other."""
+    if min(byte_range(target)[1], byte_range(source)[1]) <= limit:
+        return False
+    return _major(target) != _major(source)
+
+
+def _major(tensor: torch.Tensor) -> int:
+    axes = [axis for axis in range(tensor.dim()) if tensor.size(axis) > 1]
+    return max(axes, key=tensor.stride, default=0)
+
+
+def _move_by_blocks(
+    cls: type[PagedTensor], target: torch.Tensor, source: torch.Tensor, name: str, limit: int
+) -> None:
+    """Collect each block of the target in plain memory first: it is written once, and the source read for each."""
+    axis = _major(target)
+    unit_bytes = max(1, target.numel() // target.size(axis) * max(target.itemsize, source.itemsize))
+    for start, stop in cut(target.size(axis), max(1, limit // unit_bytes)):
+        place, view = target.narrow(axis, start, stop - start), source.narrow(axis, start, stop - start)
+        if unit_bytes > limit and byte_range(view)[1] > limit:
+            move(cls, place.select(axis, 0), view.select(axis, 0), name)
+            continue
+        block = plain_like(place).to(source.dtype)
+        move(cls, block, view, name)
+        move(cls, place, block, name)
 
 
 def _copy(cls: type[PagedTensor], batch: list[_Pair], name: str) -> None:
@@ -82,6 +120,12 @@ def _pieces(cls: type[PagedTensor], pair: _Pair, page_bytes: int, limit: int) ->
             page_bytes,
             limit,
         )
+
+
+def is_scattered(tensor: torch.Tensor, page_bytes: int) -> bool:
+    """Whether its pages hold much more than its elements."""
+    needed_bytes = tensor.numel() * tensor.itemsize
+    return page_sum(tensor, page_bytes) > 2 * needed_bytes + 2 * page_bytes
 
 
 def _is_scattered(tensor: torch.Tensor, page_bytes: int) -> bool:

@@ -57,19 +57,14 @@ _LIST_REDUCTIONS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"
 
 
 @functools.cache
-def _tagged() -> frozenset[str]:
-    """Names, without the `_` of in-place ones, of which PyTorch says that they are elementwise."""
-    found = set()
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, rest = name.partition("::")
-        base, _, overload = rest.partition(".")
-        if namespace != "aten" or base.startswith("_foreach"):
-            continue
+def _is_tagged(name: str) -> bool:
+    """Tell whether PyTorch says of any overload, in place or not, that it is elementwise: some lack the tag."""
+    for base in (name, f"{name}_"):
         packet = getattr(torch.ops.aten, base, None)
-        op = getattr(packet, overload or "default", None)
-        if op is not None and torch.Tag.pointwise in op.tags:
-            found.add(base.rstrip("_") or base)
-    return frozenset(found)
+        for overload in packet.overloads() if packet is not None else ():
+            if torch.Tag.pointwise in getattr(packet, overload).tags:
+                return True
+    return False
 
 
 def covers(op: torch._ops.OpOverload, base: str) -> bool:
@@ -79,7 +74,7 @@ def covers(op: torch._ops.OpOverload, base: str) -> bool:
     if base in _REDUCTIONS_TOO:
         return op._overloadname in _REDUCTIONS_TOO[base]
     name = base.rstrip("_") or base
-    return base in _RANDOM or name in _UNTAGGED or torch.Tag.pointwise in op.tags or name in _tagged()
+    return base in _RANDOM or name in _UNTAGGED or _is_tagged(name)
 
 
 def run(call: Call) -> Any:
@@ -146,13 +141,13 @@ def _run_flat(
     for start, stop in bounds:
         _run_part(
             call,
-            lambda one, start=start, stop=stop: change(one, start, stop),
+            functools.partial(change, start=start, stop=stop),
             None if written else [flats[id(one)][start:stop] for one in targets],
         )
 
 
 def _run_along(call: Call, dims: int, written: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    lead = max(call.paged, key=lambda one: one.numel() * one.itemsize)
+    lead = max([*(one for one in targets if type(one) is call.cls), *call.paged], key=_size_bytes)
     axis = major_axis(lead)
     if axis is None:
         raise call.refuse("there is nothing to cut")
@@ -165,14 +160,24 @@ def _run_along(call: Call, dims: int, written: Sequence[torch.Tensor], targets: 
         return one.narrow(from_end, start, stop - start)
 
     def measure(step: int) -> int:
-        return call.pages_bytes([change(one, 0, step) for one in (*call.paged, *targets)])
+        return call.cost([change(one, 0, step) for one in (*call.paged, *targets)])
+
+    kept = {id(one) for one in written}
+
+    def near(one: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        part = change(one, start, stop)
+        return part if id(one) in kept else call.near(part)
 
     for start, stop in cut(length, call.step(length, measure)):
         _run_part(
             call,
-            lambda one, start=start, stop=stop: change(one, start, stop),
+            functools.partial(near, start=start, stop=stop),
             None if written else [one.narrow(from_end, start, stop - start) for one in targets],
         )
+
+
+def _size_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
 
 
 def _run_part(

@@ -128,15 +128,7 @@ class _Product:
         view = tensor.narrow(axis, start, stop - start)
         if not self._is_large(tensor) or major_axis(tensor) == axis:
             return view
-        return self._copied(view)
-
-    def _copied(self, view: torch.Tensor) -> torch.Tensor:
-        if view.size(0) > 1 and view.stride(0) < view.stride(1):  # keep the order of memory: kernels look at it
-            plain = torch.empty((view.size(1), view.size(0)), dtype=view.dtype).t()
-        else:
-            plain = torch.empty(view.size(), dtype=view.dtype)
-        self.call.place(plain, view)
-        return plain
+        return self.call.copied(view)
 
     def _added(self, start: int, stop: int, first: int, last: int) -> torch.Tensor | None:
         if self.added is None:
@@ -175,7 +167,7 @@ class _Product:
     def _near(self, view: torch.Tensor) -> torch.Tensor:
         if type(view) is not self.call.cls:
             return view
-        return self._copied(view)
+        return self.call.copied(view)
 
 
 def _rounded(step: int) -> int:

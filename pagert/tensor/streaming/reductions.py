@@ -23,7 +23,8 @@ _NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"})
 _EXTREMES = frozenset({"amax", "amin", "max", "min", "_foreach_max"})
 _LOGICAL = frozenset({"any", "all"})
 _PLACES = frozenset({"argmax", "argmin"})
-_NAMES = _SUMS | _NORMS | _EXTREMES | _LOGICAL | _PLACES
+_UNDIVIDED = frozenset({"var", "std", "var_mean", "std_mean", "logsumexp", "median", "nanmedian", "mode", "kthvalue"})
+_NAMES = _SUMS | _NORMS | _EXTREMES | _LOGICAL | _PLACES | _UNDIVIDED
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -51,9 +52,7 @@ def run(call: Call) -> Any:
         if not operand.is_contiguous():
             raise call.refuse("over all axes it runs block by block where the operand is contiguous")
         operand, dims = flat(operand), [0]
-    axis = major_axis(operand)
-    if axis is None:
-        raise call.refuse("there is nothing to cut")
+    axis = _axis(call, base, operand, dims)
     bounds = list(cut(operand.size(axis), _step(call, operand, axis)))
     if axis not in dims:
         return _join(call, operand, axis, axis if keep else axis - sum(dim < axis for dim in dims), bounds)
@@ -73,14 +72,26 @@ def run(call: Call) -> Any:
     return [total] if is_list else total
 
 
+def _axis(call: Call, base: str, operand: torch.Tensor, dims: list[int]) -> int:
+    """Return the axis to cut: any, or one that stays where a reduction needs all that it reduces at once."""
+    axis = major_axis(operand)
+    if axis is not None and not (base in _UNDIVIDED and axis in dims):
+        return axis
+    axes = [one for one in range(operand.dim()) if one not in dims and operand.size(one) > 1]
+    if not axes:
+        raise call.refuse("it needs all that it reduces at once, and that does not fit")
+    return max(axes, key=operand.stride)
+
+
 def _step(call: Call, operand: torch.Tensor, axis: int) -> int:
-    return call.step(operand.size(axis), lambda step: call.pages_bytes([operand.narrow(axis, 0, step)]))
+    return call.step(operand.size(axis), lambda step: call.cost([operand.narrow(axis, 0, step)]))
 
 
 def _join(call: Call, operand: torch.Tensor, axis: int, place: int, bounds: list[tuple[int, int]]) -> Any:
     targets: list[torch.Tensor] = []
     for start, stop in bounds:
-        returned = call.plan.op(operand.narrow(axis, start, stop - start), *call.arguments[1:], **call.options)
+        block = call.near(operand.narrow(axis, start, stop - start))
+        returned = call.plan.op(block, *call.arguments[1:], **call.options)
         parts = returned if type(returned) in (list, tuple) else [returned]
         for index, one in enumerate(parts):
             if len(targets) < len(parts):
@@ -97,8 +108,8 @@ def _kind(
     """Return how a block is reduced, how two blocks' results are put together, and what is done in the end."""
     if base in _LOGICAL:
         dtype = torch.uint8 if operand.dtype is torch.uint8 else torch.bool
-        reduce = torch.any if base == "any" else torch.all
-        fold = torch.logical_or if base == "any" else torch.logical_and
+        reduce: Any = torch.any if base == "any" else torch.all
+        fold: Any = torch.logical_or if base == "any" else torch.logical_and
         return lambda one: reduce(one, dims, keep), fold, lambda total: total.to(dtype)
     if base in _EXTREMES:
         is_max = "max" in base
@@ -107,9 +118,8 @@ def _kind(
     if base in _NORMS:
         return _norm(base, values, operand, dims, keep)
     dtype = values.get("dtype") or operand.dtype
-    if base == "count_nonzero":
-        dtype = torch.int64
-    elif base != "mean" and values.get("dtype") is None and not (dtype.is_floating_point or dtype.is_complex):
+    is_counted = base == "count_nonzero" or not (dtype.is_floating_point or dtype.is_complex)
+    if is_counted and base != "mean" and values.get("dtype") is None:
         dtype = torch.int64
     wide = torch.float32 if dtype in _HALVES else dtype
     if base == "prod":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that treat each row alone: softmax, normalisation over the last axes, losses of classes, scans along an axis.
+"""Operators that treat each row alone: softmax, normalisation, losses of classes, scans along an axis.
 
 A block of rows is computed as the whole computes them, so results are bitwise the same. What is added up over rows (a
 bias's gradient, a mean loss) is added up block by block: close, not the same.
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ..ranges import cut
-from . import lookups
+from . import elements
 from .call import Call
+from .table import loaded
 
 __all__ = ["NAMES", "run"]
 
@@ -70,7 +71,7 @@ def _axis(call: Call, lead: torch.Tensor, axes: Sequence[int]) -> int:
 
 def _bounds(call: Call, operands: Sequence[torch.Tensor], axis: int) -> list[tuple[int, int]]:
     def measure(step: int) -> int:
-        return call.pages_bytes([one.narrow(axis, 0, step) for one in operands])
+        return call.cost([one.narrow(axis, 0, step) for one in operands])
 
     length = operands[0].size(axis)
     return list(cut(length, call.step(length, measure)))
@@ -88,7 +89,7 @@ def _join(
     length = bounds[-1][1]
     targets: list[Any] = []
     for start, stop in bounds:
-        cuts = {name: values[name].narrow(axis, start, stop - start) for name in names}
+        cuts = {name: call.near(values[name].narrow(axis, start, stop - start)) for name in names}
         returned = _call(call, values | cuts)
         parts = returned if type(returned) in (list, tuple) else [returned]
         for index, part in enumerate(parts):
@@ -130,17 +131,17 @@ def _loss(call: Call, base: str, values: dict[str, Any]) -> Any:
 
 
 def _picked_loss(call: Call, values: dict[str, Any]) -> Any:
-    """Only one element of each row counts: fetch these, and let the kernel add them up as it would. Bitwise the same."""
+    """Only one element of each row counts: fetch these, and let the kernel add them up. Bitwise the same."""
     lead, target, ignored = values["self"], values["target"], values["ignore_index"]
     if type(target) is call.cls:
-        target = lookups.loaded(target)
+        target = loaded(target)
     counts = target != ignored
     rows, classes = lead.size()
     outside = counts & ((target < 0) | (target >= classes))
     if outside.any():
         raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
     places = torch.arange(rows) * classes + torch.where(counts, target, 0)
-    picked = lookups.take(call, lead, places).reshape(rows, 1)
+    picked = elements.take(call, lead, places).reshape(rows, 1)
     only = torch.where(counts, 0, -100)
     return call.plan.op(picked, only, None, values["reduction"], -100)
 
