@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
-from ..ranges import BLOCKS_IN_DEVICE, ROUND_LENGTH, WHOLE_IN_DEVICE, cut, share_bytes
+from ..ranges import ROUND_LENGTH, cut
 from .call import Call, major_axis
 
 __all__ = ["NAMES", "run"]
 
 NAMES = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv"})
+# MKL adds up a product in blocks of 384 terms, the last two alike: sums cut at such multiples come out the same.
+TERMS_ROUND = 768
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -141,33 +143,35 @@ class _Product:
         return added
 
     def _run_by_terms(self) -> torch.Tensor:
-        """Cut the sum: blocks of terms, added up in their order."""
-        rows = self.row_count
-        widest = max(self.column_count, 1)
-        limit = share_bytes(self.call.runtime, WHOLE_IN_DEVICE) // 4
-        result = self.call.result((self.row_count, self.column_count), self.left.dtype)
-        rows = min(rows, max(1, limit // max(1, widest * 4)))
-        wide = torch.float32 if self.left.dtype in _HALVES else self.left.dtype
-        item_bytes = self.left.itemsize
-        terms = max(1, share_bytes(self.call.runtime, BLOCKS_IN_DEVICE) // (max(rows, widest) * item_bytes))
-        terms = _rounded(min(self.term_count, terms))
+        """Cut the sum: blocks of terms, added up in their order, in blocks of the result's rows."""
+        call, item_bytes = self.call, self.left.itemsize
+        result = call.result((self.row_count, self.column_count), self.left.dtype)
+        rows = min(self.row_count, max(1, call.block_bytes // max(1, self.column_count * item_bytes)))
+        terms = max(1, call.block_bytes // (max(rows, self.column_count) * item_bytes))
+        least = min(TERMS_ROUND, self.term_count)
+        if terms < least and least * (rows + self.column_count) * item_bytes <= call.runtime.storage.nbytes() // 2:
+            terms = least
+        if terms > TERMS_ROUND:
+            terms = terms // TERMS_ROUND * TERMS_ROUND
         for start, stop in cut(self.row_count, rows):
-            total: Any = None
-            for first, last in cut(self.term_count, terms):
-                left = self.left[start:stop, first:last]
-                right = self.right[first:last]
-                part = torch.mm(self._near(left), self._near(right))
-                total = part.to(wide) if total is None else total.add_(part)
-            added = self._added(start, stop, 0, self.column_count)
-            if added is not None:
-                total = total * self.alpha + added * self.beta if self.beta else total * self.alpha
-            self.call.place(result[start:stop], total.to(self.left.dtype))
+            total = self._total(start, stop)
+            for index, (first, last) in enumerate(cut(self.term_count, terms)):
+                left = call.near(self.left[start:stop, first:last])
+                right = call.near(self.right[first:last])
+                beta = self.beta if index == 0 else 1
+                if total.dtype is self.left.dtype:
+                    total.addmm_(left, right, beta=beta, alpha=self.alpha)
+                else:
+                    total.mul_(beta).add_(torch.mm(left, right), alpha=self.alpha)
+            call.place(result[start:stop], total.to(self.left.dtype))
         return result
 
-    def _near(self, view: torch.Tensor) -> torch.Tensor:
-        if type(view) is not self.call.cls:
-            return view
-        return self.call.copied(view)
+    def _total(self, start: int, stop: int) -> torch.Tensor:
+        """Return what the blocks are added to: sums of half precision are kept in single precision."""
+        dtype = torch.float32 if self.left.dtype in _HALVES else self.left.dtype
+        total = torch.zeros((stop - start, self.column_count), dtype=dtype, device=self.call.runtime.device)
+        added = self._added(start, stop, 0, self.column_count)
+        return total if added is None else total.copy_(added)
 
 
 def _rounded(step: int) -> int:
