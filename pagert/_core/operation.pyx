@@ -237,6 +237,8 @@ cdef class Dispatcher:
         if short is not None:
             if short == "view":
                 result = self.view(plan, args, kwargs)
+            elif short == "product" and plan.outgrows(args):
+                result = NotImplemented  # its result is to be paged
             else:
                 result = self.run(plan, args, kwargs)
             if result is not NotImplemented:

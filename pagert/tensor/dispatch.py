@@ -60,6 +60,8 @@ def run_dense(
 ) -> Any:
     """Pin every paged operand, run the operator, or `call` in its place, on dense views, let go."""
     call = call or plan.op
+    if plan.short == "product" and plan.outgrows(arguments):
+        return streaming.run_large(cls, plan, arguments, options)
     operands = Operands(cls, plan.name)
     written = plan.written
     if plan.whole:

@@ -46,6 +46,7 @@ class Plan:
         "list_names",
         "name",
         "op",
+        "outgrows",
         "outs",
         "overwrites",
         "reason",
@@ -68,7 +69,8 @@ class Plan:
     reason: str  # why the operator is refused, and the remedy
     route: Callable[..., Any]
     call: Callable[..., Any]  # the operator below its Python wrapper
-    short: str | None  # the short way that its calls may take: "dense", "list", "view"
+    short: str | None  # the short way that its calls may take: "dense", "list", "product", "view"
+    outgrows: Callable[[Sequence[Any]], bool]  # of a product: its result is larger than the device tier
     deferrable: bool  # an optimizer's kernel: an index of its lists may run later, and in ranges
 
 
@@ -82,6 +84,8 @@ _FILLED = frozenset(
     {"ones_like", "full_like", "new_ones", "new_full", "rand_like", "randn_like", "randint_like"}
 )
 _COPIES = frozenset({"clone", "_to_copy"})
+# Their results may be much larger than their operands.
+_PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
 _DEFERRABLE = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 _LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
 
@@ -182,6 +186,15 @@ def _overwrites(op: torch._ops.OpOverload, base: str) -> Callable[..., bool] | N
     return None
 
 
+def _outgrows(arguments: Sequence[Any]) -> bool:
+    left, right = arguments[-2], arguments[-1]
+    paged: Any = next((one for one in arguments if hasattr(one, "_runtime")), None)
+    if paged is None or left.dim() < 2 or right.dim() < 2:
+        return False
+    size_bytes = left.numel() // max(1, left.size(-1)) * right.size(-1) * left.itemsize
+    return bool(size_bytes > paged._runtime.storage.nbytes())
+
+
 def _is_list(argument: Any) -> bool:
     kind = str(argument.type)
     # `scalars` as one tensor holds one value for each index as well.
@@ -235,6 +248,8 @@ def _short_way(plan: Plan) -> str | None:
     if plan.kind is Kind.LIST:
         # New tensors of a list are paged, and that is not simple.
         return None if plan.op._schema.returns else "list"
+    if plan.name in _PRODUCTS:
+        return "product"
     return "dense" if plan.kind is Kind.DENSE else None
 
 
@@ -271,6 +286,7 @@ def analyse(op: torch._ops.OpOverload) -> Plan:
     plan.whole = op.namespace == "aten" and base in _WHOLE_STORAGE
     plan.reason = _REFUSED.get(base, "")
     plan.call = op._op
+    plan.outgrows = _outgrows
     plan.short = _short_way(plan)
     plan.deferrable = plan.kind is Kind.LIST and base in _DEFERRABLE
     return plan

@@ -14,7 +14,7 @@ import torch
 
 from pagert.geometry import byte_range, is_dense
 
-__all__ = ["cut", "flat", "groups", "page_step", "page_sum", "same_order", "share_bytes"]
+__all__ = ["cut", "flat", "groups", "page_step", "page_sum", "rounded", "same_order", "share_bytes"]
 
 # Each is a part of the device tier: what is cut takes at most this part of it.
 WHOLE_IN_DEVICE = 4  # lists and copies up to this size are not cut; a streamed operator's larger result is paged
@@ -24,7 +24,8 @@ HELD_IN_DEVICE = 2  # a parameter that is held while the ranges of its update ru
 COPIES_IN_DEVICE = 8  # one range of a copy
 BLOCKS_IN_DEVICE = 8  # the operands of one block of a streamed operator
 
-ROUND_LENGTH = 64  # blocks of an axis are multiples of this where they are longer: whole vectors, whole tiles
+# Blocks of an axis are multiples of one of these where they are longer: whole vectors, whole tiles of a product.
+ROUND_LENGTHS = (64, 16)
 
 
 def share_bytes(runtime: Any, parts: int) -> int:
@@ -52,10 +53,23 @@ def page_step(runtime: Any, item_bytes: Sequence[int], parts: int) -> int:
     return unit * max(1, units)
 
 
-def cut(length: int, step: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges [start, stop) of at most `step` that make up `length`."""
-    for start in range(0, length, step):
-        yield start, min(length, start + step)
+def rounded(step: int) -> int:
+    """Return the length of a block that is at most `step`, and a good one for kernels."""
+    for length in ROUND_LENGTHS:
+        if step > length:
+            return step // length * length
+    return step
+
+
+def cut(length: int, step: int, least: int = 1) -> Iterator[tuple[int, int]]:
+    """Yield the ranges [start, stop) of `step` that make up `length`. A rest below `least` joins the last one."""
+    start = 0
+    while start < length:
+        stop = min(length, start + step)
+        if length - stop < least:
+            stop = length
+        yield start, stop
+        start = stop
 
 
 def groups(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:

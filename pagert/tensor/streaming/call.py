@@ -15,7 +15,7 @@ import torch
 from pagert.errors import OutOfFrames
 from pagert.geometry import byte_range, contiguous_stride
 
-from ..ranges import BLOCKS_IN_DEVICE, ROUND_LENGTH, WHOLE_IN_DEVICE, page_sum, share_bytes
+from ..ranges import BLOCKS_IN_DEVICE, WHOLE_IN_DEVICE, page_sum, rounded, share_bytes
 from .moving import is_scattered, move, plain_like
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Call:
         step = length
         while step > 1 and measure(step) > self.block_bytes:
             step = (step + 1) // 2
-        return step // ROUND_LENGTH * ROUND_LENGTH if ROUND_LENGTH < step < length else step
+        return rounded(step) if step < length else step
 
     def place(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a block into its place in a result."""

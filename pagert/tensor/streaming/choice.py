@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..paged_tensor import PagedTensor
     from ..plan import Plan
 
-__all__ = ["run"]
+__all__ = ["run", "run_large"]
 
 
 def run(
@@ -47,6 +47,13 @@ def run(
             return plan.op.decompose(*arguments, **options)  # each of its operators comes here by itself
         raise call.refuse("it is not one of the operators that pagert knows to cut")
     return derivatives.follow(call, way(call))
+
+
+def run_large(cls: type[PagedTensor], plan: Plan, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Run a matrix product whose result is larger than the device tier: it is paged, and made by blocks."""
+    error = OutOfFrames(f"{plan.name}: its result is larger than the device tier; raise device_bytes")
+    call = Call(cls, plan, arguments, options, error)
+    return derivatives.follow(call, products.run(call))
 
 
 def _way(plan: Plan) -> Any:

@@ -134,11 +134,7 @@ def _run_flat(
             return flats[id(one)][start:stop]
         return one.reshape(1) if one.dim() > 1 else one
 
-    bounds = list(cut(length, step))
-    if len(bounds) > 1 and bounds[-1][1] - bounds[-1][0] < NORMAL_LENGTH_MIN:
-        (start, _), (_, stop) = bounds[-2:]
-        bounds[-2:] = [(start, stop)]
-    for start, stop in bounds:
+    for start, stop in cut(length, step, NORMAL_LENGTH_MIN):
         _run_part(
             call,
             functools.partial(change, start=start, stop=stop),

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from ..ranges import ROUND_LENGTH, cut
+from ..ranges import ROUND_LENGTHS, cut, rounded
 from .call import Call, major_axis
 
 __all__ = ["NAMES", "run"]
 
 NAMES = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv"})
-# MKL adds up a product in blocks of 384 terms, the last two alike: sums cut at such multiples come out the same.
+# A kernel for one vector adds up in another order than one for matrices, so no block is of one row or column. MKL adds
+# up a product in blocks of 384 terms, the last two alike: sums that are cut at such multiples come out the same.
 TERMS_ROUND = 768
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 
@@ -91,15 +92,15 @@ class _Product:
         # A block of the result is plain memory until it is in its place.
         limit = max(1, self.call.block_bytes // item_bytes)
         if self._is_large(self.left) and not self._is_large(self.right):
-            rows = _rounded(min(rows, max(1, limit // columns)))
+            rows = rounded(min(rows, max(1, limit // columns)))
         else:
-            columns = _rounded(min(columns, max(1, limit // min(rows, self.row_count))))
-            if columns < min(ROUND_LENGTH, self.column_count):
-                columns = min(ROUND_LENGTH, self.column_count)
-                rows = _rounded(max(1, limit // columns))
-        for start, stop in cut(self.row_count, rows):
+            columns = rounded(min(columns, max(1, limit // min(rows, self.row_count))))
+            if columns < min(ROUND_LENGTHS[0], self.column_count):
+                columns = min(ROUND_LENGTHS[0], self.column_count)
+                rows = rounded(max(1, limit // columns))
+        for start, stop in cut(self.row_count, rows, 2):
             left = self._tile(self.left, 0, start, stop)
-            for first, last in cut(self.column_count, columns):
+            for first, last in cut(self.column_count, columns, 2):
                 right = self._tile(self.right, 1, first, last)
                 added = self._added(start, stop, first, last)
                 if added is None:
@@ -118,7 +119,7 @@ class _Product:
         if not self._is_large(tensor):
             return length
         step = max(1, self.call.block_bytes // (self.term_count * tensor.itemsize))
-        step = _rounded(min(length, step))
+        step = rounded(min(length, step))
         if major_axis(tensor) == axis:
             page_bytes = self.call.runtime.page_bytes
             fits = self.term_count * tensor.itemsize + 2 * page_bytes <= self.call.runtime.storage.nbytes() // 2
@@ -153,16 +154,13 @@ class _Product:
             terms = least
         if terms > TERMS_ROUND:
             terms = terms // TERMS_ROUND * TERMS_ROUND
-        for start, stop in cut(self.row_count, rows):
+        for start, stop in cut(self.row_count, rows, 2):
             total = self._total(start, stop)
             for index, (first, last) in enumerate(cut(self.term_count, terms)):
                 left = call.near(self.left[start:stop, first:last])
                 right = call.near(self.right[first:last])
                 beta = self.beta if index == 0 else 1
-                if total.dtype is self.left.dtype:
-                    total.addmm_(left, right, beta=beta, alpha=self.alpha)
-                else:
-                    total.mul_(beta).add_(torch.mm(left, right), alpha=self.alpha)
+                total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta, alpha=self.alpha)
             call.place(result[start:stop], total.to(self.left.dtype))
         return result
 
@@ -173,6 +171,3 @@ class _Product:
         added = self._added(start, stop, 0, self.column_count)
         return total if added is None else total.copy_(added)
 
-
-def _rounded(step: int) -> int:
-    return step // ROUND_LENGTH * ROUND_LENGTH if step > ROUND_LENGTH else step

@@ -155,16 +155,13 @@ def _norm(
         dtype = dtype.to_real()
     wide = torch.float32 if dtype in _HALVES else None
 
-    def fold(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if order == 0:
-            return one + other
-        return torch.linalg.vector_norm(torch.stack([one, other]), order, 0)
+    def part(one: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(one, order, dims, keep, dtype=wide or values.get("dtype")).unsqueeze(0)
 
-    return (
-        lambda one: torch.linalg.vector_norm(one, order, dims, keep, dtype=wide or values.get("dtype")),
-        fold,
-        lambda total: total.to(dtype),
-    )
+    def last(parts: torch.Tensor) -> torch.Tensor:
+        return (parts.sum(0) if order == 0 else torch.linalg.vector_norm(parts, order, 0)).to(dtype)
+
+    return part, lambda one, other: torch.cat([one, other]), last
 
 
 def _fold_places(
