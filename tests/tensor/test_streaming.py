@@ -167,7 +167,7 @@ CLOSE = {
     "softmax of columns": lambda a, b: a.softmax(0),
     "logsumexp": lambda a, b: a.logsumexp(0),
     "nansum": lambda a, b: (a / (a > 0)).nan_to_num(posinf=float("nan")).nansum(),
-    "cross_entropy with weights": lambda a, b: functional.cross_entropy(a, TARGET, weight=CLASS_WEIGHT),
+    "cross_entropy with weights": lambda a, b: functional.cross_entropy(a, TARGET, weight=CLASS_WEIGHT.to(a.dtype)),
     "product over the long axis": lambda a, b: (draw(10, ROWS) / ROWS).to(a.dtype) @ a,
     "product with both long": lambda a, b: (a / ROWS).t() @ b,
     "products in half precision": lambda a, b: draw(10, ROWS, dtype=torch.bfloat16) / ROWS @ a.to(torch.bfloat16),
