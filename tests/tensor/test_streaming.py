@@ -153,6 +153,8 @@ EXACT = {
     "index_add_": lambda a, b: a.index_add_(0, INDEX[0], draw(4, WIDTH)),
     "index_put_": lambda a, b: a.index_put_((INDEX[0],), draw(4, WIDTH), accumulate=True),
     "assignment to rows": lambda a, b: [a.__setitem__(INDEX[0], 1.5), a][1],
+    "by a mask": lambda a, b: [a[b > 1], a[b[:, 0] > 0]],
+    "assignment by a mask": lambda a, b: [a.__setitem__(b > 1, 1.5), a][1],
     "scatter_add_": lambda a, b: a.scatter_add_(1, INDEX[:, :2] % WIDTH, b[:2, :2] + 0),
     "scatter_": lambda a, b: a.scatter_(0, INDEX, 4.0),
     "one element": lambda a, b: a[3, 4].item(),

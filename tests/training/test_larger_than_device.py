@@ -115,3 +115,32 @@ def test_logits_that_are_larger_than_the_device_are_paged_too():
     torch.testing.assert_close(found, losses)
     for one, other in zip(trained, weights, strict=True):
         torch.testing.assert_close(one, other)
+
+
+STEPS = {
+    "AdamW, amsgrad, fused": lambda one: torch.optim.AdamW([one], 1e-2, amsgrad=True, fused=True),
+    "Adagrad fused": lambda one: torch.optim.Adagrad([one], 1e-2, fused=True),
+    "SGD fused": lambda one: torch.optim.SGD([one], 1e-2, momentum=0.9, nesterov=True, fused=True),
+    "NAdam": lambda one: torch.optim.NAdam([one], 1e-2),
+    "RMSprop for each": lambda one: torch.optim.RMSprop([one], 1e-2, centered=True, foreach=True),
+    "Rprop": lambda one: torch.optim.Rprop([one], 1e-2),
+    "Adamax": lambda one: torch.optim.Adamax([one], 1e-2, maximize=True),
+}
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["deferred", "at once"])
+@pytest.mark.parametrize("make", STEPS.values(), ids=STEPS)
+def test_optimizers_update_one_weight_larger_than_the_device(make, waits):
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(333, 301, generator=generator) for _ in range(3))
+    ours = nn.Parameter(start.clone())
+    with pagert.Pager(
+        device="cpu", device_bytes=128 * 1024, page_bytes=4096, host_bytes=8 * MIB, defer_updates=waits
+    ) as pager:
+        paged = nn.Parameter(pager.tensor(start))
+        for parameter, optimizer in ((ours, make(ours)), (paged, make(paged))):
+            for gradient in gradients:
+                parameter.grad = pager.tensor(gradient) if parameter is paged else gradient.clone()
+                optimizer.step()
+        assert torch.equal(torch.empty_like(start).copy_(paged.detach()), ours.detach())
+        assert pager.stats().device.peak_bytes <= 128 * 1024

@@ -73,6 +73,8 @@ def _run(call: Call, base: str) -> Any:
         return getattr(packet, call.plan.op._overloadname)(copied, *call.arguments[1:], **call.options)
     values = call.named()
     table = values["self"] if "self" in values else values["weight"]
+    if base in ("index", "index_put_", "_index_put_impl_") and _is_mask(call, values):
+        return _masked(call, base, values)
     position, index = _index(call, base, values)
     if index is None or type(table) is not call.cls or not _has_rows(table):
         return NotImplemented
@@ -83,6 +85,39 @@ def _run(call: Call, base: str) -> Any:
     if size_bytes <= call.runtime.storage.nbytes() and spread(call, table, index) > size_bytes // 2:
         return NotImplemented  # most of the table: at once
     return _read(call, table, position, index)
+
+
+def _is_mask(call: Call, values: dict[str, Any]) -> bool:
+    """Whether the index is one mask over the first axes, of a table that does not fit."""
+    mask = values["indices"][0]
+    return (
+        len(values["indices"]) == 1
+        and mask is not None
+        and mask.dtype is torch.bool
+        and mask.dim() > 0
+        and mask.shape == values["self"].shape[: mask.dim()]
+        and call.pages_bytes(call.paged) > call.runtime.storage.nbytes()
+    )
+
+
+def _masked(call: Call, base: str, values: dict[str, Any]) -> Any:
+    """Read block by block where a mask is set, or fill there with one value."""
+    table, mask = values["self"], values["indices"][0]
+    if base != "index":
+        given = values["values"]
+        if given.numel() != 1 or values["accumulate"] or given.dtype is not table.dtype:
+            return NotImplemented
+        return table.masked_fill_(mask.view(*mask.size(), *[1] * (table.dim() - mask.dim())), given.reshape(()))
+    length = table.size(0)
+    step = call.step(length, lambda step: call.cost([table[:step], mask[:step]]))
+    parts = [call.near(table[start:stop])[call.near(mask[start:stop])] for start, stop in cut(length, step)]
+    count = sum(part.size(0) for part in parts)
+    result = call.result((count, *table.size()[mask.dim() :]), table.dtype)
+    start = 0
+    for part in parts:
+        call.place(result[start : start + part.size(0)], part)
+        start += part.size(0)
+    return result
 
 
 def _index(call: Call, base: str, values: dict[str, Any]) -> tuple[Any, Any]:
