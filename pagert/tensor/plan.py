@@ -84,6 +84,7 @@ _FILLED = frozenset(
     {"ones_like", "full_like", "new_ones", "new_full", "rand_like", "randn_like", "randint_like"}
 )
 _COPIES = frozenset({"clone", "_to_copy"})
+SMALL_ELEMENTS = 16384  # a product of fewer elements is plain in any case: there is nothing to ask then
 # Their results may be much larger than their operands.
 _PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
 _DEFERRABLE = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
@@ -188,11 +189,16 @@ def _overwrites(op: torch._ops.OpOverload, base: str) -> Callable[..., bool] | N
 
 def _outgrows(arguments: Sequence[Any]) -> bool:
     left, right = arguments[-2], arguments[-1]
-    paged: Any = next((one for one in arguments if hasattr(one, "_runtime")), None)
-    if paged is None or left.dim() < 2 or right.dim() < 2:
+    axes = left.dim()
+    if axes < 2 or right.dim() != axes:
+        return False  # the kernel says what is wrong
+    element_count = left.size(0) * right.size(-1)
+    if axes > 2:
+        element_count *= left.size(1)
+    if element_count < SMALL_ELEMENTS:
         return False
-    size_bytes = left.numel() // max(1, left.size(-1)) * right.size(-1) * left.itemsize
-    return bool(size_bytes > paged._runtime.storage.nbytes())
+    paged: Any = next((one for one in arguments if hasattr(one, "_runtime")), None)
+    return paged is not None and bool(element_count * left.itemsize > paged._runtime.storage.nbytes())
 
 
 def _is_list(argument: Any) -> bool:
