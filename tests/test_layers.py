@@ -164,9 +164,9 @@ def within(folder: str) -> dict[str, set[str]]:
     """What each module of a folder imports from its own folder, in functions and for type checkers too."""
     prefix = f"pagert.{folder}."
     graph = {}
-    for path in (PACKAGE / folder).glob("*.py"):
+    for path in (PACKAGE / folder).rglob("*.py"):
         module = module_of(path)
-        if path.stem != "__init__":  # which brings together what users see
+        if path != PACKAGE / folder / "__init__.py":  # which brings together what users see
             graph[module] = {name for name in imported(module, path) if name.startswith(prefix)}
     return graph
 

@@ -8,7 +8,7 @@ from pagert._core.operation cimport Operation
 
 cdef enum:
     RUN    # pin the operands, run on dense views, let go
-    LIST   # likewise where the lists are short; else its route
+    SMALL  # likewise where the operands are small; else its route
     VIEW   # another look at the same bytes
     ROUTE  # its route
 
@@ -19,8 +19,8 @@ cdef class Handling:
     cdef public object call
     cdef public frozenset written
     cdef public object gradients, overwrites
-    cdef public bint whole
-    cdef public object route
+    cdef public bint whole, product
+    cdef public object route, stream
 
 
 cdef class Dispatcher:
@@ -33,5 +33,6 @@ cdef class Dispatcher:
     cdef Operation collect(self, Handling how, args, kwargs)
     cdef Operation collect_rare(self, Handling how, args, kwargs)
     cdef object carry_out(self, Operation operation, args, kwargs, call)
+    cdef bint outgrows(self, Operation operation, args) except -1
     cdef object view(self, Handling how, args, kwargs)
     cdef object wrap(self, tensor, Footprint footprint)

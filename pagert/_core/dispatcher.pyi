@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 RUN: int
-LIST: int
+SMALL: int
 VIEW: int
 ROUTE: int
 
@@ -19,7 +19,9 @@ class Handling:
     gradients: int | None
     overwrites: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None
     whole: bool
+    product: bool
     route: Callable[..., Any] | None
+    stream: Callable[..., Any] | None
 
 class Dispatcher:
     """Runs operators on tensors of one class."""

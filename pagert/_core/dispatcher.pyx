@@ -20,9 +20,9 @@ import torch
 from pagert.compiling import refuse_tracers
 from pagert.errors import OutOfFrames
 
-__all__ = ["LIST", "ROUTE", "RUN", "VIEW", "Dispatcher", "Handling"]
+__all__ = ["ROUTE", "RUN", "SMALL", "VIEW", "Dispatcher", "Handling"]
 
-globals().update(RUN=<int>RUN, LIST=<int>LIST, VIEW=<int>VIEW, ROUTE=<int>ROUTE)
+globals().update(RUN=<int>RUN, SMALL=<int>SMALL, VIEW=<int>VIEW, ROUTE=<int>ROUTE)
 
 cdef extern from "Python.h":
     object PyObject_Call(object callable, object arguments, PyObject *options)
@@ -68,7 +68,7 @@ cdef class Handling:
     name : str
         For messages.
     way : int
-        `RUN`, `LIST`, `VIEW` or `ROUTE`.
+        `RUN`, `SMALL`, `VIEW` or `ROUTE`.
     call : callable
         The operator below its Python wrapper.
     written : frozenset
@@ -79,9 +79,13 @@ cdef class Handling:
         (arguments, options) -> whether what it writes is written whole. Raises what the operator would raise.
     whole : bool
         It looks at the whole storage of its first operand.
+    product : bool
+        Its result, a product of its last two arguments, may be much larger than they are.
     route : callable or None
-        (kind, handling, arguments, options) runs it where this module does not. With way `RUN` it has one argument
-        more, the `OutOfFrames` of operands that are larger than the device tier.
+        (kind, handling, arguments, options) runs it where this module does not: see `way`, and a product whose result
+        is larger than the device tier.
+    stream : callable or None
+        As `route`, with the `OutOfFrames` of operands that are larger than the device tier.
     """
 
 
@@ -120,19 +124,12 @@ cdef class Dispatcher:
         if how is None:
             how = self.analyse(func)
         if how.way == RUN:
-            if how.route is None:
-                return self.run(how, args, kwargs)
-            try:
-                return self.run(how, args, kwargs)
-            except OutOfFrames as error:
-                if error.needed_bytes is None or error.needed_bytes <= error.capacity_bytes:
-                    raise  # others hold what it needs
-                return how.route(self.kind, how, args, kwargs or {}, error)
+            return self.run(how, args, kwargs)
         if how.way == VIEW:
             result = self.view(how, args, kwargs)
             if result is not NotImplemented:
                 return result
-        elif how.way == LIST:
+        elif how.way == SMALL:
             operation = self.collect(how, args, kwargs)
             if operation.pages_bytes() <= operation.arena_bytes() // self.parts:
                 try:
@@ -147,8 +144,32 @@ cdef class Dispatcher:
     cpdef object run(self, Handling how, args, kwargs=None, call=None):
         """Pin every paged operand, run the operator, or `call` in its place, on dense views, let go."""
         cdef Operation operation = self.collect(how, args, kwargs)
-        operation.pin()
+        if how.product and call is None and self.outgrows(operation, args):
+            return how.route(self.kind, how, args, kwargs or {})
+        try:
+            operation.pin()
+        except OutOfFrames as error:
+            if (how.stream is None or call is not None or error.needed_bytes is None
+                    or error.needed_bytes <= error.capacity_bytes):
+                raise  # others hold what it needs
+            return how.stream(self.kind, how, args, kwargs or {}, error)
         return self.carry_out(operation, args, kwargs, how.call if call is None else call)
+
+    cdef bint outgrows(self, Operation operation, args) except -1:
+        """Whether the product of the last two arguments is larger than the device tier."""
+        left, right = args[len(args) - 2], args[len(args) - 1]
+        cdef uint64_t element_count = <uint64_t>left.numel() * <uint64_t>right.numel()  # or fewer
+        cdef uint64_t item_bytes = left.itemsize
+        cdef int axes
+        if element_count * item_bytes <= operation.arena_bytes():
+            return False
+        axes = left.dim()
+        if axes < 2 or right.dim() != axes:
+            return False  # the kernel says what is wrong
+        element_count = <uint64_t>left.size(0) * <uint64_t>right.size(-1)
+        if axes > 2:
+            element_count *= <uint64_t>left.size(1)
+        return element_count * item_bytes > operation.arena_bytes()
 
     cdef Operation collect(self, Handling how, args, kwargs):
         cdef Operation operation

@@ -9,7 +9,10 @@ import torch
 
 from pagert._core.operation import Operation
 from pagert._core.pump import OVERWRITE, READ, UPDATE
+from pagert.errors import OutOfFrames
 from pagert.geometry import byte_range, fills_range, is_dense
+
+from .moving import move
 
 if TYPE_CHECKING:
     from .region_tensor import RegionTensor
@@ -71,8 +74,17 @@ def _copy_whole(
     operation = Operation(cls, name)
     operation.collect(target, mode)
     operation.collect(source, READ)
-    with operation:
+    try:
+        operation.pin()
+    except OutOfFrames as error:
+        if error.needed_bytes is None or error.needed_bytes <= (error.capacity_bytes or 0):
+            raise
+        move(cls, target, source, name)
+        return
+    try:
         operation.dense(target).copy_(operation.dense(source), non_blocking)
+    finally:
+        operation.end()
 
 
 def _same_order(target: torch.Tensor, source: torch.Tensor) -> bool:

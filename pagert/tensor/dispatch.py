@@ -11,10 +11,10 @@ import torch
 from pagert._core.dispatcher import Dispatcher
 from pagert._core.operation import Operation
 from pagert._core.pump import READ, UPDATE
-from pagert.errors import UnsupportedOperator
+from pagert.errors import OutOfFrames, UnsupportedOperator
 from pagert.geometry import byte_range, describe
 
-from . import factories, lists, opaque, rebinding, views
+from . import factories, lists, opaque, rebinding, streaming, views
 from .copying import page
 from .traits import Kind, Traits, analyse
 
@@ -34,7 +34,8 @@ def make_dispatcher(cls: type[RegionTensor]) -> Dispatcher:
 
 def _analyse(op: torch._ops.OpOverload) -> Traits:
     traits = analyse(op)
-    traits.route = _ROUTES.get(traits.kind)
+    traits.route = streaming.run_large if traits.product else _ROUTES.get(traits.kind)
+    traits.stream = streaming.run
     _known[op] = traits
     return traits
 
@@ -59,7 +60,11 @@ def run_out(
             operation.add(value, UPDATE, guarded=True)
         else:
             operation.collect(value, UPDATE if name in traits.written else READ)
-    with operation:
+    try:
+        operation.pin()
+    except OutOfFrames as error:
+        return streaming.run(cls, traits, arguments, options, error)
+    try:
         try:
             result = traits.op(
                 *[operation.dense(value) for value in arguments],
@@ -76,6 +81,16 @@ def run_out(
         for out in outs:
             _follow(cls, out, operation.dense(out))
         return operation.leave(result)
+    finally:
+        operation.end()
+
+
+def run_lookup(
+    cls: type[RegionTensor], traits: Traits, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Run an operator that needs some rows of a table: on their pages alone, or on the whole table."""
+    found = streaming.look_up(cls, traits, arguments, options)
+    return cls._dispatcher.run(traits, arguments, options) if found is NotImplemented else found
 
 
 def _collect_whole(
@@ -110,6 +125,7 @@ def refuse(
 
 
 _ROUTES = {
+    Kind.LOOKUP: run_lookup,
     Kind.OUT: run_out,
     Kind.VIEW: views.run_view,
     Kind.RESHAPE: views.run_reshape,

@@ -10,6 +10,7 @@ import torch
 
 from pagert._core.operation import Operation
 from pagert._core.pump import OVERWRITE
+from pagert.errors import OutOfFrames
 from pagert.geometry import is_dense
 
 from . import copying
@@ -89,8 +90,15 @@ def run_filled(
     named = dict(zip(traits.argument_names, arguments, strict=False)) | dict(options)
     operation = Operation(cls, traits.name)
     operation.add(result, OVERWRITE)
-    with operation:
+    try:
+        operation.pin()
+    except OutOfFrames:
+        _fill(result, traits.name.split(".")[1], named)  # by ranges
+        return result
+    try:
         _fill(operation.dense(result), traits.name.split(".")[1], named)
+    finally:
+        operation.end()
     return result
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pagert._core.dispatcher import LIST, ROUTE, RUN, VIEW, Handling
+from pagert._core.dispatcher import ROUTE, RUN, SMALL, VIEW, Handling
 
 __all__ = ["Kind", "Traits", "analyse"]
 
@@ -22,6 +22,7 @@ class Kind(enum.Enum):
     """How an operator runs on paged operands."""
 
     DENSE = "pin, dense views, run, unpin"
+    LOOKUP = "as DENSE, and of a large table only the pages of some rows are needed"
     OUT = "as DENSE, and the result may ask for another shape of its out= tensors"
     VIEW = "another look at the same bytes: geometry only"
     RESHAPE = "the tensor itself gets another geometry over the same bytes"
@@ -64,6 +65,8 @@ _FILLED = frozenset(
     {"ones_like", "full_like", "new_ones", "new_full", "rand_like", "randn_like", "randint_like"}
 )
 _COPIES = frozenset({"clone", "_to_copy"})
+# Their results may be much larger than their operands.
+_PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
 _DEFERRABLE = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 _LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
 
@@ -78,6 +81,23 @@ _UNKNOWN_COLLECTIVE = frozenset({"c10d_functional", "symm_mem", "_dtensor"})
 
 # Forward-mode automatic differentiation compares the layouts of a tensor and its tangent, storages included.
 _STORAGE = frozenset({"_has_same_storage_numel", "_new_zeros_with_same_feature_meta"})
+
+# Operators on some rows, or elements, of their first operand; and the gradient of one.
+_LOOKUPS = frozenset(
+    {
+        "embedding",
+        "embedding_dense_backward",
+        "embedding_renorm_",
+        "gather",
+        "index",
+        "index_select",
+        "scatter",
+        "scatter_",
+        "scatter_add",
+        "scatter_add_",
+        "take",
+    }
+)
 
 # Operators that clone the whole storage of their operand, or count an offset from its start.
 _WHOLE_STORAGE = frozenset(
@@ -216,6 +236,8 @@ def _kind(op: torch._ops.OpOverload, base: str, outs: tuple[str, ...]) -> Kind:
         return Kind.COPY
     if base == "copy_":
         return Kind.ASSIGN
+    if base in _LOOKUPS:
+        return Kind.LOOKUP
     first = op._schema.arguments[0] if op._schema.arguments else None
     lists = [argument for argument in op._schema.arguments if str(argument.type) == "List[Tensor]"]
     if first is not None and lists and base.startswith(_LIST_PREFIXES):
@@ -228,7 +250,10 @@ def _way(traits: Traits) -> int:
         return VIEW
     if traits.kind is Kind.LIST:
         # New tensors of a list are paged, which is the route's matter.
-        return ROUTE if traits.op._schema.returns else LIST
+        return ROUTE if traits.op._schema.returns else SMALL
+    if traits.kind is Kind.LOOKUP:
+        # A gradient's operands say nothing of its size.
+        return ROUTE if traits.name == "aten.embedding_dense_backward.default" else SMALL
     return RUN if traits.kind is Kind.DENSE else ROUTE
 
 
@@ -267,6 +292,7 @@ def analyse(op: torch._ops.OpOverload) -> Traits:
     traits.lasting = op.namespace in _COLLECTIVE
     traits.call = op._op
     traits.way = _way(traits)
-    traits.route = None
+    traits.product = traits.name in _PRODUCTS
+    traits.route = traits.stream = None
     traits.deferrable = traits.kind is Kind.LIST and base in _DEFERRABLE
     return traits

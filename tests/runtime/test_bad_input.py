@@ -201,7 +201,7 @@ def test_operands_that_do_not_fit_the_device_are_refused_with_what_is_missing(he
     large = pager.tensor(
         torch.ones(400_000)
     )  # 1.53 MiB: a tensor may be larger than the device tier
-    for call in (large.sin, large.resident().__enter__):
+    for call in (large.sort, large.resident().__enter__):
         with pytest.raises(pagert.OutOfFrames, match="raise device_bytes") as caught:
             call()
         assert isinstance(caught.value, MemoryError)
