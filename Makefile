@@ -4,7 +4,7 @@
 #
 #   make demo     fine-tune a real language model in a quarter of the memory its training state takes
 #   make test     run the tests
-#   make test-slow run those that take too long for every change: 150 architectures of transformers
+#   make test-slow run those that take too long for every change: op_db in full, 150 architectures of transformers
 #   make bench    measure
 #   make lint     ruff and mypy
 #   make sanitize run the C parts' tests under the address, undefined-behaviour and thread sanitizers

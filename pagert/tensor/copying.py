@@ -13,6 +13,7 @@ from pagert.errors import OutOfFrames
 from pagert.geometry import byte_range, fills_range, is_dense
 
 from .moving import move
+from .ranges import COPIES_IN_DEVICE, cut, flat, same_order, share_bytes
 
 if TYPE_CHECKING:
     from .region_tensor import RegionTensor
@@ -41,20 +42,17 @@ def copy(
         return
     paged = [tensor for tensor in (target, source) if type(tensor) is cls]
     runtime: Any = paged[0]._runtime
-    range_bytes = max(
-        runtime.page_bytes, runtime.storage.nbytes() // 8 // runtime.page_bytes * runtime.page_bytes
-    )
-    if sum(byte_range(tensor)[1] for tensor in paged) > 2 * range_bytes and _same_order(
-        target, source
+    range_bytes = share_bytes(runtime, COPIES_IN_DEVICE)
+    if sum(byte_range(tensor)[1] for tensor in paged) > 2 * range_bytes and same_order(
+        [target, source]
     ):
-        element_count = target.numel()
         step = max(1, range_bytes // max(target.itemsize, source.itemsize))
-        flat_target, flat_source = _flat(target), _flat(source)
-        for start in range(0, element_count, step):
+        flat_target, flat_source = flat(target), flat(source)
+        for start, stop in cut(target.numel(), step):
             _copy_whole(
                 cls,
-                flat_target[start : start + step],
-                flat_source[start : start + step],
+                flat_target[start:stop],
+                flat_source[start:stop],
                 mode,
                 non_blocking,
                 name,
@@ -85,23 +83,6 @@ def _copy_whole(
         operation.dense(target).copy_(operation.dense(source), non_blocking)
     finally:
         operation.end()
-
-
-def _same_order(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Tell whether both hold their elements in the same order of memory, without holes."""
-    if target.shape != source.shape or target.is_neg() or source.is_neg():
-        return False
-    if target.is_conj() or source.is_conj():
-        return False
-    if target.is_contiguous() and source.is_contiguous():
-        return True
-    return target.stride() == source.stride() and is_dense(target.size(), target.stride())
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.as_strided.default(
-        tensor, (tensor.numel(),), (1,), tensor.storage_offset()
-    )
 
 
 def is_never_written(tensor: RegionTensor) -> bool:

@@ -25,14 +25,14 @@ from pagert._core.pump import UPDATE, Region
 from pagert.errors import OutOfFrames
 from pagert.geometry import byte_range
 
+from .ranges import HELD_IN_DEVICE, PIECES_IN_DEVICE, cut, page_step
+
 if TYPE_CHECKING:
     from .region_tensor import RegionTensor
     from .traits import Traits
 
 __all__ = ["Update", "defer"]
 
-PIECES_IN_DEVICE = 32  # the operands of one run take at most this part of the device tier
-HELD_IN_DEVICE = 2  # a parameter that takes at most this part is held while its ranges run
 SNAPSHOT_BYTES = 4096  # larger plain tensors are not copied: their index runs at once
 
 _keys = itertools.count()
@@ -100,7 +100,8 @@ class Update:
     def _run_ranges(self) -> None:
         lead = self._arguments[0][0]
         element_count = lead.numel()
-        step = _range_elements(lead, sum(_count_paged(self._cls, one) for one in self._arguments))
+        operand_count = sum(_count_paged(self._cls, one) for one in self._arguments)
+        step = page_step(lead._runtime, [lead.itemsize] * operand_count, PIECES_IN_DEVICE)
         whole = Operation(self._cls, self._traits.name)
         if step < element_count and byte_range(lead)[1] <= lead._runtime.storage.nbytes() // HELD_IN_DEVICE:
             whole.add(lead, UPDATE)  # in one window from the start: somebody waits for it
@@ -112,10 +113,9 @@ class Update:
             whole.end()
 
     def _run_each(self, step: int, element_count: int) -> None:
-        while (start := len(self._ran) * step) < element_count:
-            stop = min(element_count, start + step)
-            cut = [self._cut(value, start, stop) for value in self._arguments]
-            self._cls._dispatcher.run(self._traits, cut, self._options, self._call)
+        for start, stop in cut(element_count, step, first=len(self._ran) * step):
+            arguments = [self._cut(value, start, stop) for value in self._arguments]
+            self._cls._dispatcher.run(self._traits, arguments, self._options, self._call)
 
     def _call(self, *dense: Any, **options: Any) -> None:
         # The list is filled in C while the kernel is called: no signal handler gets in between, and what it raises
@@ -245,18 +245,6 @@ def _own(cls: type[RegionTensor], value: Any) -> Any:
 
 def _count_paged(cls: type[RegionTensor], value: Any) -> int:
     return sum(type(one) is cls for one in value) if type(value) is list else 0
-
-
-def _range_elements(tensor: RegionTensor, operand_count: int) -> int:
-    """Elements of a range: whole pages.
-
-    Kernels work on vectors and treat the rest at the end alone, so that a cut at whole vectors changes no element's
-    arithmetic.
-    """
-    runtime = tensor._runtime
-    device_pages = runtime.storage.nbytes() // runtime.page_bytes
-    page_count = max(1, device_pages // PIECES_IN_DEVICE // operand_count)
-    return int(page_count * runtime.page_bytes // tensor.itemsize)
 
 
 def _range(cls: type[RegionTensor], tensor: Any, start: int, stop: int) -> Any:

@@ -16,6 +16,7 @@ from pagert.geometry import byte_range, describe
 
 from . import factories, lists, opaque, rebinding, streaming, views
 from .copying import page
+from .ranges import WHOLE_IN_DEVICE
 from .traits import Kind, Traits, analyse
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _known: dict[torch._ops.OpOverload, Traits] = {}
 
 def make_dispatcher(cls: type[RegionTensor]) -> Dispatcher:
     """Return what runs operators on paged tensors."""
-    return Dispatcher(cls, _known, _analyse, lists.WHOLE_IN_DEVICE)
+    return Dispatcher(cls, _known, _analyse, WHOLE_IN_DEVICE)
 
 
 def _analyse(op: torch._ops.OpOverload) -> Traits:

@@ -13,19 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagert.errors import OutOfFrames
-from pagert.geometry import byte_range
 
 from .copying import page
 from .deferred import defer
+from .ranges import GROUPS_IN_DEVICE, WHOLE_IN_DEVICE, groups, page_sum
 
 if TYPE_CHECKING:
     from .region_tensor import RegionTensor
     from .traits import Traits
 
-__all__ = ["WHOLE_IN_DEVICE", "run_list"]
-
-WHOLE_IN_DEVICE = 4  # lists that take at most this part of the device tier are not cut
-GROUPS_IN_DEVICE = 128  # of others, a group takes at most this part
+__all__ = ["run_list"]
 
 
 def run_list(
@@ -57,8 +54,8 @@ def run_list(
             return run_list(cls, traits, arguments, options)
     results: list[Any] = []
     returned: Any = None
-    groups = _groups(sizes, device_bytes) if is_large else [(0, length)]
-    for start, stop in groups:
+    cuts = groups(sizes, device_bytes // GROUPS_IN_DEVICE) if is_large else [(0, length)]
+    for start, stop in cuts:
         returned = _run_range(cls, traits, (arguments, options), (start, stop), results)
     return results if traits.op._schema.returns and results else returned
 
@@ -109,29 +106,8 @@ def _sizes(
         for index, tensor in enumerate(value):
             if type(tensor) is cls:
                 device_bytes = tensor._runtime.storage.nbytes()
-                sizes[index] += _page_bytes(tensor, tensor._runtime.page_bytes)
+                sizes[index] += page_sum(tensor, tensor._runtime.page_bytes)
     return sizes, device_bytes
-
-
-def _groups(sizes: Sequence[int], device_bytes: int) -> list[tuple[int, int]]:
-    """Cut the indices into ranges whose paged operands take at most a part of the device tier."""
-    groups: list[tuple[int, int]] = []
-    start, group_bytes = 0, 0
-    for index, index_bytes in enumerate(sizes):
-        if index > start and group_bytes + index_bytes > device_bytes // GROUPS_IN_DEVICE:
-            groups.append((start, index))
-            start, group_bytes = index, 0
-        group_bytes += index_bytes
-    groups.append((start, len(sizes)))
-    return groups
-
-
-def _page_bytes(tensor: RegionTensor, page_bytes: int) -> int:
-    offset_bytes, size_bytes = byte_range(tensor)
-    if size_bytes == 0:
-        return 0
-    first, last = offset_bytes // page_bytes, (offset_bytes + size_bytes - 1) // page_bytes
-    return (last - first + 1) * page_bytes
 
 
 def _page_results(

@@ -61,9 +61,12 @@ def rounded(step: int) -> int:
     return step
 
 
-def cut(length: int, step: int, least: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield the ranges [start, stop) of `step` that make up `length`. A rest below `least` joins the last one."""
-    start = 0
+def cut(length: int, step: int, least: int = 1, first: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the ranges [start, stop) of `step` that make up `length`, from `first` on.
+
+    A rest below `least` joins the last one.
+    """
+    start = first
     while start < length:
         stop = min(length, start + step)
         if length - stop < least:

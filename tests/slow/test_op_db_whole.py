@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 import pagert
 from pagert.tensor import PagedTensor
 
+pytestmark = pytest.mark.slow
+
 PAGE = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)
 SPARE_PAGES = 16  # beside the operands of the largest sample: gradients, and what factories make
@@ -52,6 +54,10 @@ CLOSE = {
     "masked.prod": OTHER_FORMULA,
     "masked_fill": OTHER_FORMULA,
     "prod": OTHER_FORMULA,
+}
+# Plain PyTorch refuses some samples that paged operands are computed for.
+ACCEPTED = {
+    "as_strided_scatter": "PyTorch refuses strided operands that require a gradient; a dense view below autograd does not",
 }
 # Cannot run on paged operands: raises, with the reason.
 REFUSED = {
@@ -167,8 +173,9 @@ def test_outputs_and_gradients_of_evicted_operands_are_those_of_plain_ones(op, d
             try:
                 expected = call(op, plain)
             except Exception as error:
-                with pytest.raises(type(error)):
-                    call(op, paged)
+                if op.full_name not in ACCEPTED:
+                    with pytest.raises(type(error)):
+                        call(op, paged)
                 continue
             result = call(op, paged)
             left, right = tree_leaves(result), tree_leaves(expected)
