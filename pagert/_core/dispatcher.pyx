@@ -18,7 +18,6 @@ from pagert._core.core cimport PAGERT_OVERWRITE, PAGERT_READ, PAGERT_UPDATE
 import torch
 
 from pagert.compiling import refuse_tracers
-from pagert.errors import OutOfFrames
 
 __all__ = ["ROUTE", "RUN", "SMALL", "VIEW", "Dispatcher", "Handling"]
 
@@ -132,9 +131,7 @@ cdef class Dispatcher:
         elif how.way == SMALL:
             operation = self.collect(how, args, kwargs)
             if operation.pages_bytes() <= operation.arena_bytes() // self.parts:
-                try:
-                    operation.pin()
-                except OutOfFrames:
+                if operation.attempt() is not None:
                     return how.route(self.kind, how, args, kwargs or {})
                 return self.carry_out(operation, args, kwargs, how.call)
         return how.route(self.kind, how, args, kwargs or {})
@@ -146,21 +143,25 @@ cdef class Dispatcher:
         cdef Operation operation = self.collect(how, args, kwargs)
         if how.product and call is None and self.outgrows(operation, args):
             return how.route(self.kind, how, args, kwargs or {})
-        try:
-            operation.pin()
-        except OutOfFrames as error:
+        error = operation.attempt()
+        if error is not None:
             if (how.stream is None or call is not None or error.needed_bytes is None
                     or error.needed_bytes <= error.capacity_bytes):
-                raise  # others hold what it needs
+                raise error  # others hold what it needs
             return how.stream(self.kind, how, args, kwargs or {}, error)
         return self.carry_out(operation, args, kwargs, how.call if call is None else call)
 
     cdef bint outgrows(self, Operation operation, args) except -1:
         """Whether the product of the last two arguments is larger than the device tier."""
-        left, right = args[len(args) - 2], args[len(args) - 1]
-        cdef uint64_t element_count = <uint64_t>left.numel() * <uint64_t>right.numel()  # or fewer
-        cdef uint64_t item_bytes = left.itemsize
+        cdef uint64_t element_count, item_bytes
         cdef int axes
+        # A product has at most as many elements as its operands' elements multiplied.
+        if (operation.count == 2 and len(args) == 2 and operation.held.accesses[0].size_bytes
+                * (&operation.held.accesses[0] + 1).size_bytes <= operation.arena_bytes()):
+            return False
+        left, right = args[len(args) - 2], args[len(args) - 1]
+        item_bytes = left.itemsize
+        element_count = <uint64_t>left.numel() * <uint64_t>right.numel()
         if element_count * item_bytes <= operation.arena_bytes():
             return False
         axes = left.dim()
@@ -237,9 +238,7 @@ cdef class Dispatcher:
         operation.collect(source, PAGERT_READ)
         if operation.pages_bytes() > operation.arena_bytes() // self.parts:
             return False
-        try:
-            operation.pin()
-        except OutOfFrames:
+        if operation.attempt() is not None:
             return False
         try:
             plain_copy(operation.dense(target), operation.dense(source), non_blocking)

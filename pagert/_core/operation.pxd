@@ -48,7 +48,8 @@ cdef class Operation:
     cdef uint64_t arena_bytes(self)
     cdef int pin_elsewhere(self) except -1
     cdef void prepare(self) noexcept
-    cdef int hold(self) except -1
+    cdef object attempt(self)
+    cdef object explain(self, error)
     cdef int grow(self) except -1
     cdef void let_go(self) noexcept
     cdef int add_empty(self, tensor) except -1

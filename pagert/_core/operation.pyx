@@ -247,41 +247,50 @@ cdef class Operation:
 
         Raises `OutOfFrames` where they do not fit together beside what is held; nothing is held then.
         """
+        error = self.attempt()
+        if error is not None:
+            raise error
+        return 0
+
+    cdef object attempt(self):
+        """Pin, and return None, or the `OutOfFrames` that `pin` would raise."""
         if self.count == 0:
-            return 0
+            return None
         if self.overwrites and self.count > 1:
             self.keep_shared_bytes()
         try:
             if self.pump is None:
                 self.pin_elsewhere()
             else:
-                self.hold()
+                self.prepare()
+                self.pump.hold(self.held)
         except OutOfFrames as error:
-            raise operands_do_not_fit(
-                self.name, self.tensors, [(&self.held.accesses[0] + i).mode for i in range(self.count)], error
-            ) from error
+            return self.explain(error)
+        except TierFull:
+            if not self.runtime_of().settle():  # what is deferred may hold gradients that nobody else does
+                raise
+            try:
+                self.prepare()
+                self.pump.hold(self.held)
+            except OutOfFrames as error:
+                return self.explain(error)
+        if self.pump is not None and self.pump.recorder is not None:
+            self.pump.note([(<Footprint>one).region for one in self.footprints], self.held)
         self.pinned = True
         self.lent = 0
-        return 0
+        return None
+
+    cdef object explain(self, error):
+        explained = operands_do_not_fit(
+            self.name, self.tensors, [(&self.held.accesses[0] + i).mode for i in range(self.count)], error)
+        explained.__cause__ = error
+        return explained
 
     cdef void prepare(self) noexcept:
         memset(&self.held.pin, 0, sizeof(self.held.pin))
         memset(&self.held.user, 0, sizeof(self.held.user))
         self.held.pin.accesses = &self.held.accesses[0]
         self.held.pin.access_count = <uint32_t>self.count
-
-    cdef int hold(self) except -1:
-        self.prepare()
-        try:
-            self.pump.hold(self.held)
-        except TierFull:
-            if not self.runtime_of().settle():  # what is deferred may hold gradients that nobody else does
-                raise
-            self.prepare()
-            self.pump.hold(self.held)
-        if self.pump.recorder is not None:
-            self.pump.note([(<Footprint>one).region for one in self.footprints], self.held)
-        return 0
 
     cdef int pin_elsewhere(self) except -1:
         """Pin at the pump of another runtime, which takes what a list can say."""

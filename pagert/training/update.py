@@ -17,7 +17,9 @@ import torch
 from pagert.errors import OutOfFrames, StepError, UnsupportedOperator
 from pagert.geometry import byte_range
 from pagert.runtime import Runtime
+from pagert.tensor.becoming import set_gradient
 from pagert.tensor.paged_tensor import PagedTensor
+from pagert.tensor.ranges import HELD_IN_DEVICE, PIECES_IN_DEVICE, WHOLE_IN_DEVICE, cut, page_step
 
 __all__ = ["check_optimizer", "update"]
 
@@ -33,9 +35,6 @@ _ELEMENTWISE = {
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 }  # fmt: skip
 
-WHOLE_IN_DEVICE = 4  # an update whose tensors take at most this part of the device tier runs in one piece
-PIECES_IN_DEVICE = 32  # the tensors of one range take at most this part
-HELD_IN_DEVICE = 2  # a parameter that takes at most this part is held while its ranges run
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, independent: bool) -> None:
@@ -162,10 +161,12 @@ def _update_ranges(
     flat = {name: state[name].view(-1) for name in cut_names}
     first_time = not state
     others = dict(state)
+    tensor_count = 2 + max(len(cut_names), 2)
+    step = page_step(parameter._runtime, [parameter.itemsize] * tensor_count, PIECES_IN_DEVICE)
     with _held(parameter):
-        for start, stop in _ranges(parameter, 2 + max(len(cut_names), 2)):
+        for start, stop in cut(parameter.numel(), step):
             part = parameter.detach().view(-1)[start:stop]
-            part.grad = gradient.detach().view(-1)[start:stop]
+            set_gradient(part, gradient.detach().view(-1)[start:stop])  # plain, and it stays so
             # Every range begins with the counts that the whole began with.
             mine = {name: _copied(value) for name, value in others.items() if name not in cut_names}
             mine |= {name: value[start:stop] for name, value in flat.items()}
@@ -183,16 +184,6 @@ def _update_ranges(
                 if start == 0:
                     state[name] = _reserve(parameter, value.dtype)
                 state[name].view(-1)[start:stop].copy_(value)
-
-
-def _ranges(parameter: PagedTensor, tensor_count: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of elements: whole pages, so that a cut changes no element's place in a vector of the kernel's."""
-    runtime = parameter._runtime
-    device_pages = _device_bytes(runtime) // runtime.page_bytes
-    page_count = max(1, device_pages // PIECES_IN_DEVICE // tensor_count)
-    step = page_count * runtime.page_bytes // parameter.itemsize
-    for start in range(0, parameter.numel(), step):
-        yield start, min(parameter.numel(), start + step)
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ CLOSE = {
 }
 # Plain PyTorch refuses some samples that paged operands are computed for.
 ACCEPTED = {
-    "as_strided_scatter": "PyTorch refuses strided operands that require a gradient; a dense view below autograd does not",
+    "as_strided_scatter": "PyTorch refuses strided operands that require a gradient; dense views require none",
 }
 # Cannot run on paged operands: raises, with the reason.
 REFUSED = {
