@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from pagert.geometry import byte_range
 from pagert.tensor.copying import copy, load
 from pagert.tensor.paged_tensor import PagedTensor
 from pagert.training import modules
+from pagert.training.lazy import page_when_concrete
 
 if TYPE_CHECKING:
     from pagert.runtime import Runtime
@@ -90,14 +92,17 @@ class _Creation:
     def finish(self) -> int:
         """Page what had to wait, with its ties, and count the bytes that stay plain."""
         # Not only what waits: a tensor may have been put into a module without being registered.
+        made = [module for reference in self._modules if (module := reference()) is not None]
         named = [
             (f"{type(module).__name__}.{name}", tensor)
-            for module in (reference() for reference in self._modules)
-            if module is not None
+            for module in made
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         ]
         plain_bytes = modules.page_tensors(self._runtime, named, self._min_bytes)
+        page = functools.partial(modules.page_module, self._runtime, min_bytes=self._min_bytes)
+        for module in made:
+            page_when_concrete(self._runtime, module, page)
         _log.info("creating: %s", modules.report(plain_bytes, self._min_bytes))
         return plain_bytes
 

@@ -145,19 +145,24 @@ def test_loaded_state_is_in_pages(assign, make_pager):
         assert torch.equal(plain(tensor), state[name]), name
     assert model.head.weight._region is model.embedding.weight._region
     assert all(parameter.requires_grad for parameter in model.parameters())
+    # What was assigned is one with the state, as it is without pages; what was copied is not.
+    twin, its_state = make(0), loaded(saved(expected.state_dict()))
+    twin.load_state_dict(its_state, assign=assign)
     with torch.no_grad():
         model.layers[0].weight.add_(1)
-    assert torch.equal(state["layers.0.weight"], expected.layers[0].weight)
+        twin.layers[0].weight.add_(1)
+    assert torch.equal(plain(state["layers.0.weight"]), its_state["layers.0.weight"])
 
 
-def test_two_loads_of_one_state_by_assignment_are_not_tied(pager):
+def test_two_loads_of_one_state_by_assignment_are_tied_as_without_pages(pager):
     state = make(1).state_dict()
     first, second = pager.page_(make()), pager.page_(make())
     first.load_state_dict(state, assign=True)
     state["layers.0.weight"].zero_()
     second.load_state_dict(state, assign=True)
+    assert torch.count_nonzero(plain(first.layers[0].weight)) == 0
     assert torch.count_nonzero(plain(second.layers[0].weight)) == 0
-    assert first.layers[0].weight._region is not second.layers[0].weight._region
+    assert first.layers[0].weight._region is second.layers[0].weight._region
 
 
 def test_an_assignment_outside_of_a_load_means_what_it_says(pager):
