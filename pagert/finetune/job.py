@@ -116,7 +116,6 @@ def _train(settings: Settings, report: Report, view: View) -> None:
         source.close()
         if pager is not None:
             pager.page_(model)
-            memory.give_back_in_backward(model)
         gc.collect()
         memory.return_free_memory()
         _run_steps(settings, report, view, model, windows, device, pager)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of this process: how the C library hands it back, and how much there was at most.
 
-Activations come and go in each step. With glibc's defaults its threshold for own mappings grows to
-32 MiB as they are freed, they move into the heap, and holes in the heap keep several hundred MiB
-resident. To give every tensor a mapping of its own costs a fault for each OS page, a fifth of a
-small model's step. So tensors up to a few MiB live in the heap, and the holes that they leave are
-given back a few times as the backward pass frees them.
+Operators' results come and go in each step. With glibc's defaults its threshold for own mappings grows to
+32 MiB as they are freed, they move into the heap, and their holes stay resident: aligned requests, as PyTorch's
+are, do not fit a hole of their own size. With what autograd saves in pages those holes are most of a process, and
+grow with the batch. So every tensor of half a MiB or more has a mapping of its own, which is gone when it is freed.
+It costs a fault for each OS page.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-import torch
-from torch import nn
-
 __all__ = [
-    "give_back_in_backward",
     "keep_heap_small",
     "offer_to_kernel_first",
     "peak_rss_bytes",
@@ -26,9 +22,8 @@ __all__ = [
 
 # From malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_THRESHOLD_BYTES = 4 * 2**20
+_THRESHOLD_BYTES = 2**19
 _ARENA_COUNT = 2
-_TIMES_IN_BACKWARD = 4
 
 
 def keep_heap_small() -> bool:
@@ -44,17 +39,6 @@ def keep_heap_small() -> bool:
             (_M_ARENA_MAX, _ARENA_COUNT),
         )
     )
-
-
-def give_back_in_backward(model: nn.Module) -> None:
-    """Give free heap memory back to the kernel a few times in each backward pass of a model."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained[:: max(1, len(trained) // _TIMES_IN_BACKWARD)]:
-        parameter.register_post_accumulate_grad_hook(_give_back)
-
-
-def _give_back(parameter: torch.Tensor) -> None:
-    return_free_memory()
 
 
 def return_free_memory() -> None:

@@ -102,8 +102,11 @@ def test_who_needs_the_frames_of_work_that_never_ends_is_told_at_the_deadline(pa
 def test_more_than_the_device_is_refused_at_once_whatever_ends(pager) -> None:
     operation, _ = begin(tensor_of(pager, 2))
     operation.end(fence := Fence())
+    both = Operation(PagedTensor, "test")
+    both.add(tensor_of(pager, 5), READ)
+    both.add(tensor_of(pager, 5), READ)
     with pytest.raises(OutOfFrames, match="do not fit"):
-        tensor_of(pager, 5) + tensor_of(pager, 5)
+        both.pin()
     fence.done = True
 
 
