@@ -7,6 +7,7 @@ They are the one of `make demo`, and a transformer made on the spot; fp32, fused
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -135,12 +136,14 @@ def contest(settings: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Answer]]
         torch.manual_seed(0)
         model, optimizer, next_batch = (smollm2 if job.name == "smollm2" else made)(job, pager)
         state_bytes = 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        if pager is not None:
-            memory.give_back_in_backward(model)
+        saving: Any = contextlib.nullcontext
+        if pager is not None:  # as pagert finetune trains
+            pager.step_in_backward(optimizer)
+            saving = functools.partial(pager.activations, module=model)
         memory.return_free_memory()
         forget_peak()
         steps = train(
-            model, optimizer, next_batch, device=torch.device("cpu"), steps=1 << 30, accumulate=1
+            model, optimizer, next_batch, device=torch.device("cpu"), steps=1 << 30, accumulate=1, saving=saving
         )
 
         def answer(question: dict[str, Any]) -> dict[str, Any]:

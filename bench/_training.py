@@ -7,6 +7,7 @@ waits for flash. `device_bytes` matters, since list operators run in groups that
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def adapt(model: nn.Module, rank: int) -> nn.Module:
 
 
 def record_smollm2(job: Job, steps: int) -> pagert.Trace:
-    """Record the job of `make demo`: fp32, AdamW, batches of 2 x 128 tokens."""
+    """Record the job of `make demo`: AdamW in the backward pass, activations in pages, batches of 2 x 128 tokens."""
     from pagert.finetune.model import build_empty, fill
     from pagert.finetune.source import open_source
     from pagert.finetune.text import Windows, tokenise
@@ -114,11 +115,14 @@ def record_smollm2(job: Job, steps: int) -> pagert.Trace:
             source.close()
             pager.page_(model)
             optimizer = make_optimizer("adamw", model, 2e-5)
+            stepping = pager.step_in_backward(optimizer)
+            saving = functools.partial(pager.activations, module=model)
             for _ in train(
-                model, optimizer, windows.next_batch, device=device, steps=steps, accumulate=1
+                model, optimizer, windows.next_batch, device=device, steps=steps, accumulate=1, saving=saving
             ):
                 pass
-        del model, optimizer
+            stepping.remove()
+        del model, optimizer, saving
     return trace
 
 

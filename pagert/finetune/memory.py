@@ -4,8 +4,8 @@
 Operators' results come and go in each step. With glibc's defaults its threshold for own mappings grows to
 32 MiB as they are freed, they move into the heap, and their holes stay resident: aligned requests, as PyTorch's
 are, do not fit a hole of their own size. With what autograd saves in pages those holes are most of a process, and
-grow with the batch. So every tensor of half a MiB or more has a mapping of its own, which is gone when it is freed.
-It costs a fault for each OS page.
+grow with the batch. So the threshold stays where glibc begins: a larger tensor has a mapping of its own, which is gone
+when it is freed. It costs a fault for each OS page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 # From malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_THRESHOLD_BYTES = 2**19
+_THRESHOLD_BYTES = 2**17  # glibc's own, which stays as it is once it was set
 _ARENA_COUNT = 2
 
 
